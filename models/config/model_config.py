@@ -67,10 +67,11 @@ class ModelConfig:
     """Sizes of one model, and its layers.
 
     `attention` has one entry per layer. `experts` is None for a dense model; otherwise `intermediate_size` is that of
-    dense layers. `logit_soft_cap` is for families that bound their logits. `scored_tokens` is the number of
-    tokens, the first ones, that have logits; None for all. `embedding_multiplier` is a factor of
-    embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale` of logits;
-    `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind, except, with
+    dense layers. `activation` is the name of that of gated MLPs in families that have any
+    (jaxengine.models.families.llama.gated_fields). `logit_soft_cap` is for families that bound their logits.
+    `scored_tokens` is the number of tokens, the first ones, that have logits; None for all. `embedding_multiplier` is
+    a factor of embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale`
+    of logits; `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind, except, with
     `normed_outputs`, of those of the outputs of a layer's parts.
     `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
     predict further tokens, and those that are not read. `skipped_layers` are the numbers of layers that do nothing, and
@@ -99,6 +100,7 @@ class ModelConfig:
     attention: tuple[LayerAttention, ...]
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
+    activation: str = "silu"
     logit_soft_cap: float | None = None
     scored_tokens: int | None = None
     embedding_multiplier: float = 1.0

@@ -411,11 +411,13 @@ class GatedRecurrence:
       channels: channels of the input, each with its own state.
       num_heads: groups of channels, a divisor of `channels`; gates of a channel depend on its group.
       conv_kernel: tokens that the convolution over inputs sees, the token itself included.
+      activation: name of the function of the gates of outputs.
     """
 
     channels: int
     num_heads: int
     conv_kernel: int
+    activation: str = "gelu_pytorch_tanh"
 
     def __post_init__(self) -> None:
         check_size("recurrence: lru_width", self.channels, MAX_INTERMEDIATE)

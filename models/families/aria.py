@@ -43,6 +43,7 @@ class AriaTextForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**_DEFAULTS)
+        fields.require(hidden_act="silu")  # that of experts
         shared, size = super().read_hf(fields), fields.integer("intermediate_size")
         experts = ExpertsConfig(
             num_experts=fields.integer("moe_num_experts", 8),

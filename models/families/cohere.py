@@ -13,9 +13,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, head_copies
 from jaxengine.models.layers.base.norm import rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -51,7 +51,7 @@ class CohereForCausalLM(Cohere2ForCausalLM):
         fields = fields.with_defaults(layer_norm_eps=1e-5, rope_theta=500_000.0, bos_token_id=5, eos_token_id=255001)
         rope = read_rope(fields, read_head_dim(fields), interleaved=True)
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
             ropes=[rope] * fields.integer("num_hidden_layers"),
             tied=True,

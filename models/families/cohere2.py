@@ -14,8 +14,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.config.readers.hf import layer_kinds, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.norm import UnbiasedLayerNorm
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -67,7 +67,7 @@ class Cohere2ForCausalLM(LlamaForCausalLM):
         windows = windows_by_kind(kinds, fields.integer("sliding_window", None))
         rope = read_rope(fields, read_head_dim(fields), interleaved=True)
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
             windows=windows,
             ropes=[None if window is None else rope for window in windows],

@@ -28,6 +28,13 @@ _EPS = 1e-5
 _DECODER = "transf_decoder"
 _POSITIONS, _EMBEDDING_NORM = "model.positions.weight", "model.embedding_norm"
 _PROJECTIONS = ("query_net", "key_net", "value_net")
+# Modules of transformers' class, which adapters name -> those of files.
+_MODULES = {
+    f"{own}.{part}_proj": f"{stored}_sub_layer.{name}"
+    for own, stored in (("self_attn", "first"), ("encoder_attn", "second"))
+    for part, name in zip("qkvo", (*_PROJECTIONS, "out_projection"), strict=True)
+}
+_MODULES |= {"mlp.fc1": "third_sub_layer.dense_in", "mlp.fc2": "third_sub_layer.dense_out"}
 # transformers' defaults of fields that a file lacks.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 16384,
@@ -105,7 +112,9 @@ class CohereAsrForConditionalGeneration(WhisperForConditionalGeneration):
             ),
             *((f"model.{part}.", f"{part}.") for part in (ENCODER, PROJECTION)),
             ("log_softmax.mlp.layer0.", "lm_head."),
+            ("model.decoder.layers.", "model.layers."),
         ),
+        suffixes=tuple((f".{own}.weight", f".{stored}.weight") for own, stored in _MODULES.items()),
         unused=("preprocessor.featurizer.", "model.preprocessor.featurizer."),
         unused_ends=(".num_batches_tracked",),
         tower=(f"{ENCODER}.", f"{PROJECTION}."),

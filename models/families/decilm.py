@@ -15,6 +15,7 @@ from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 
@@ -86,7 +87,8 @@ class DeciLMForCausalLM(LlamaForCausalLM):
         attention = self.make_attention(layer, build) if config.attention[layer].attends else None
         mlp = None
         if size := config.ffn_sizes[layer]:
-            mlp = GatedMLP(config.hidden_size, size, source=f"{LAYER}.mlp", bias=config.mlp_bias, build=build)
+            options = {"bias": config.mlp_bias, "activation": ACTIVATIONS[config.activation]}
+            mlp = GatedMLP(config.hidden_size, size, source=f"{LAYER}.mlp", build=build, **options)
         return PrunedLayer(config, attention, mlp, build)
 
 

@@ -254,16 +254,16 @@ def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
 
 
 def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `head_dim`, an equal part of the hidden size, and `intermediate_size`, half of the file's, as transformers
-    has both whatever the file says, and `sliding_window`, the file's `attention_window_size`. Raises ModelConfigError
-    for wrong fields.
+    """Return `head_dim`, an equal part of the hidden size if the file has none, `intermediate_size`, half of the
+    file's, and `sliding_window`, the file's `attention_window_size`. Raises ModelConfigError for wrong fields.
     """
     size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if size % heads:
+    if size % heads and not fields.has("head_dim"):
         raise fields.fail("hidden_size", f"a multiple of num_attention_heads, {heads}")
     window = fields.integer("attention_window_size", None) or fields.integer("sliding_window", 2048)
     inner = fields.integer("intermediate_size", minimum=2) // 2
-    return {"head_dim": size // heads, "intermediate_size": inner, "sliding_window": window}
+    head_dim = fields.integer("head_dim", size // heads)
+    return {"head_dim": head_dim, "intermediate_size": inner, "sliding_window": window}
 
 
 def _griffin_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -277,7 +277,8 @@ def _griffin_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
     if kinds[layer % len(kinds)] == "attention":
         return replace(attention, window=fields.integer("sliding_window"))
     width, kernel = fields.integer("lru_width", fields.integer("hidden_size")), fields.integer("conv1d_width", 4)
-    return replace(attention, rope=None, state=GatedRecurrence(width, attention.num_heads, kernel))
+    state = GatedRecurrence(width, attention.num_heads, kernel, fields.text("hidden_act"))
+    return replace(attention, rope=None, state=state)
 
 
 # Tensors of linear attention that are computed from the configuration instead of read.
@@ -436,8 +437,9 @@ STATE_ROWS: dict[str, Row] = {
             "max_position_embeddings": MAX_POSITIONS,
             "partial_rotary_factor": 0.5,
             "logits_soft_cap": 30.0,
+            "hidden_act": "gelu_pytorch_tanh",
         },
-        only={"hidden_act": "gelu_pytorch_tanh", "embeddings_scale_by_sqrt_dim": True, "rope_scaling": None},
+        only={"embeddings_scale_by_sqrt_dim": True, "rope_scaling": None},
         eps="rms_norm_eps",
         rope=parts_of_heads,
         grouped=True,

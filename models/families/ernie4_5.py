@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.config.readers.hf import read_head_dim, read_rope
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 HEAD_DIM = 128
 
@@ -26,7 +26,7 @@ class Ernie4_5ForCausalLM(LlamaForCausalLM):
         rope = read_rope(fields, read_head_dim(fields, HEAD_DIM), interleaved=True)
         bias = fields.boolean("use_bias", False)
         ropes = (rope,) * fields.integer("num_hidden_layers")
-        shared = hf_fields(fields, head_dim=HEAD_DIM, ropes=ropes, tied=True, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, head_dim=HEAD_DIM, ropes=ropes, tied=True, bias=bias, output_bias=bias)
         return shared | {"mlp_bias": bias}
 
     @classmethod

@@ -14,14 +14,13 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
 from jaxengine.models.config.readers.hf import (
     SLIDING,
-    hf_fields,
     layer_kinds,
     read_head_dim,
     read_rope,
     text_fields,
     windows_by_kind,
 )
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 from jaxengine.models.families.olmo2 import PostNormLayer
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES
 from jaxengine.models.params.source import CheckpointNames
@@ -38,11 +37,11 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
         fields = fields.with_defaults(sliding_window=4096, rms_norm_eps=1e-5)
         rope, window = read_rope(fields, read_head_dim(fields)), fields.integer("sliding_window", None)
         if window is None:
-            return hf_fields(fields, qk_norm=True)
+            return gated_fields(fields, qk_norm=True)
         listed = fields.has("layer_types")  # then a pattern, such as "LLLG", says the same
         kinds = layer_kinds(fields) if listed else layer_kinds(fields, fields.integer("sliding_window_pattern", 4))
         ropes = [rope if kind == SLIDING else None for kind in kinds]
-        return hf_fields(fields, windows=windows_by_kind(kinds, window), ropes=ropes, qk_norm=True)
+        return gated_fields(fields, windows=windows_by_kind(kinds, window), ropes=ropes, qk_norm=True)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

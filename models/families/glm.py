@@ -10,8 +10,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.config.readers.hf import read_head_dim, read_rope
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.params.declare import parts_of
 
@@ -30,8 +31,9 @@ class GlmForCausalLM(LlamaForCausalLM):
         rope = read_rope(fields, read_head_dim(fields, HEAD_DIM), partial_rotary=True, interleaved=True)
         bias = fields.boolean("attention_bias", True)
         ropes = (rope,) * fields.integer("num_hidden_layers")
-        return hf_fields(fields, head_dim=HEAD_DIM, ropes=ropes, bias=bias)
+        return gated_fields(fields, head_dim=HEAD_DIM, ropes=ropes, bias=bias)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         size, ffn, source = self.config.hidden_size, self.config.intermediate_size, f"{LAYER}.mlp"
-        return GatedMLP(size, ffn, source=source, gate_up=parts_of(f"{source}.gate_up_proj", ffn, ffn), build=build)
+        parts, activation = parts_of(f"{source}.gate_up_proj", ffn, ffn), ACTIVATIONS[self.config.activation]
+        return GatedMLP(size, ffn, source=source, gate_up=parts, activation=activation, build=build)

@@ -14,8 +14,7 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LlamaForCausalLM, LlamaLayer
+from jaxengine.models.families.llama import LlamaForCausalLM, LlamaLayer, gated_fields
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -58,7 +57,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", False)
         scale = fields.number("attention_multiplier", 1.0)
-        shared = hf_fields(fields, bias=bias, output_bias=bias, scale=scale)
+        shared = gated_fields(fields, bias=bias, output_bias=bias, scale=scale)
         return shared | granite_multipliers(fields) | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     @classmethod

@@ -13,8 +13,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.config.readers.hf import read_head_dim
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
 from jaxengine.models.layers.base.norm import RMSNorm
 
@@ -43,7 +43,7 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
         fields.require(use_qk_norm=True, use_cla=False, mlp_bias=False)
         fields, head_dim = fields.with_defaults(rms_norm_eps=1e-5), fields.integer("attention_head_dim", None)
         bias = fields.boolean("attention_bias", False)
-        return hf_fields(with_stretched_base(fields, head_dim), head_dim=head_dim, bias=bias, output_bias=bias)
+        return gated_fields(with_stretched_base(fields, head_dim), head_dim=head_dim, bias=bias, output_bias=bias)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

@@ -24,10 +24,17 @@ class HunYuanVLForConditionalGeneration(HunYuanDenseV1ForCausalLM):
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(  # transformers 5 in memory, and so in adapters and in lists of modules that are not quantised
             ("model.language_model.", "model."),
+            ("model.vision_tower.patch_merger.proj_conv.", f"{MERGER}.proj.0."),
+            ("model.vision_tower.patch_merger.proj_out.", f"{MERGER}.proj.2."),
             ("model.vision_tower.patch_merger.", f"{MERGER}."),
             ("model.vision_tower.", f"{TOWER}."),
         ),
-        parts=((".mlp.fc1", ".mlp.dense_h_to_4h"), (".mlp.fc2", ".mlp.dense_4h_to_h")),
+        parts=(
+            (".mlp.fc1", ".mlp.dense_h_to_4h"),
+            (".mlp.fc2", ".mlp.dense_4h_to_h"),
+            (".layer_norm1", ".input_layernorm"),
+            (".layer_norm2", ".post_attention_layernorm"),
+        ),
         tower=(f"{TOWER}.",),
         flattened=(".patch_embedding.weight", f"{MERGER}.proj.0.weight", f"{MERGER}.proj.2.weight"),
     )

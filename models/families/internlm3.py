@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 
 class InternLM3ForCausalLM(LlamaForCausalLM):
@@ -19,5 +18,5 @@ class InternLM3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias, fields = fields.boolean("bias", False), fields.with_defaults(rms_norm_eps=1e-5)
-        shared = hf_fields(fields, head_dim=128, bias=fields.boolean("qkv_bias", False), output_bias=bias)
+        shared = gated_fields(fields, head_dim=128, bias=fields.boolean("qkv_bias", False), output_bias=bias)
         return shared | {"mlp_bias": bias}

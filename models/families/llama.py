@@ -14,14 +14,25 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import hf_fields
+from jaxengine.models.config.readers.hf import SILU, Activation, hf_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import NormClass, RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
+_ANY = Activation(SILU.field, (*SILU.values, *(name for name in ACTIVATIONS if name not in SILU.values)))
+
+
+def gated_fields(fields: ConfigFields, **options: Any) -> dict[str, Any]:
+    """Return `hf_fields` of a family whose gated MLPs have any of ACTIVATIONS, SiLU by default, with that activation as
+    a further argument of ModelConfig. options: see `hf_fields`. Raises ModelConfigError for wrong fields.
+    """
+    found = fields.text(_ANY.field, SILU.values[0])
+    name = SILU.values[0] if found in SILU.values else found
+    return hf_fields(fields, activation=_ANY, **options) | {"activation": name}
 
 
 class LlamaLayer(nnx.Module):
@@ -62,7 +73,7 @@ class LlamaForCausalLM(Decoder):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(fields, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, bias=bias, output_bias=bias)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
@@ -78,4 +89,5 @@ class LlamaForCausalLM(Decoder):
         """Return the feed-forward part of layer number `layer`, ([T, D], Rows) -> [T, D]: here a gated MLP."""
         config = self.config
         sizes = config.hidden_size, config.intermediate_size
-        return GatedMLP(*sizes, source=f"{LAYER}.mlp", bias=config.mlp_bias, build=build)
+        options = {"bias": config.mlp_bias, "activation": ACTIVATIONS[config.activation]}
+        return GatedMLP(*sizes, source=f"{LAYER}.mlp", build=build, **options)

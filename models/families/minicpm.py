@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig
-from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.granite import GraniteForCausalLM
+from jaxengine.models.families.llama import gated_fields
 
 
 class MiniCPMForCausalLM(GraniteForCausalLM):
@@ -22,7 +22,7 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
         if fields.integer("num_experts", 0, minimum=0):
             raise fields.fail("num_experts", "0 or absent: MiniCPM-MoE is not supported")
         bias = fields.boolean("attention_bias", False)
-        return hf_fields(fields, tied=True, bias=bias, output_bias=bias) | multipliers(fields)
+        return gated_fields(fields, tied=True, bias=bias, output_bias=bias) | multipliers(fields)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

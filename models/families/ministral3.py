@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, require_rope, text_fields
+from jaxengine.models.config.readers.hf import require_rope, text_fields
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
+from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.llava import TEXTS
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.params.source import CheckpointNames
@@ -33,7 +34,7 @@ class Ministral3ForCausalLM(MistralForCausalLM):
             original = rope.integer("original_max_position_embeddings")
             temperature = TemperatureTuning(floor_scale=float(original), attn_scale=beta)
         window = fields.integer("sliding_window", None)
-        return hf_fields(fields, windows=window, head_dim=128, temperature=temperature)
+        return gated_fields(fields, windows=window, head_dim=128, temperature=temperature)
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 
 class MistralForCausalLM(LlamaForCausalLM):
@@ -18,4 +17,4 @@ class MistralForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         if "sliding_window" not in fields.raw:
             raise ModelConfigError("sliding_window is missing: null (no window) or an integer >= 1 is allowed")
-        return hf_fields(fields, windows=fields.integer("sliding_window", None))
+        return gated_fields(fields, windows=fields.integer("sliding_window", None))

@@ -19,6 +19,7 @@ from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.cross_pictures import NOTHING, PICTURES, PictureAttention, WithPictures
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -64,7 +65,8 @@ class CrossLayer(nnx.Module):
         self.cross: Any = PictureAttention(
             size, attention.num_heads, attention.head_dim, sizes, eps=eps, source=f"{LAYER}.{CROSS}", build=build
         )
-        self.mlp = GatedMLP(size, config.intermediate_size, source=f"{LAYER}.mlp", build=build)
+        activation = ACTIVATIONS[config.activation]
+        self.mlp = GatedMLP(size, config.intermediate_size, source=f"{LAYER}.mlp", activation=activation, build=build)
         self.cross_gate, self.mlp_gate = (
             declare((1,), build.dtype, ParamDecl((None,), (Source(f"{LAYER}.{name}", 1),), init_std=0.02))
             for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")

@@ -13,8 +13,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
 from jaxengine.models.layers.base.norm import HeadsRMSNorm, RMSNorm
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -49,7 +48,7 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(clip_qkv=None)
         bias = fields.boolean("attention_bias", False)
-        return hf_fields(fields.with_defaults(**DEFAULTS), bias=bias, output_bias=bias)
+        return gated_fields(fields.with_defaults(**DEFAULTS), bias=bias, output_bias=bias)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
+from jaxengine.models.config.readers.hf import layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
+from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
 
 
@@ -19,7 +20,7 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
         fields = fields.with_defaults(**DEFAULTS, sliding_window=4096, rope_theta=500_000.0)
         fields.require(clip_qkv=None)
         bias, kinds = fields.boolean("attention_bias", False), layer_kinds(fields, full_every=4)
-        return hf_fields(
+        return gated_fields(
             fields,
             windows=windows_by_kind(kinds, fields.integer("sliding_window")),
             ropes=ropes_by_kind(fields, read_head_dim(fields), kinds),

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.ernie4_5 import HEAD_DIM
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 from jaxengine.models.families.qwen2_vl import with_sight, without_mrope
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.paddleocr_vl import PROJECTOR, read_paddleocr_vl
@@ -40,5 +40,5 @@ class PaddleOCRVLForConditionalGeneration(LlamaForCausalLM):
         text.require(compression_ratio=1.0)
         text = without_mrope(text.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5))
         bias = text.boolean("use_bias", False)
-        shared = hf_fields(text, head_dim=HEAD_DIM, bias=bias, output_bias=bias) | {"mlp_bias": bias}
+        shared = gated_fields(text, head_dim=HEAD_DIM, bias=bias, output_bias=bias) | {"mlp_bias": bias}
         return with_sight(shared, text, fields, read_paddleocr_vl)

@@ -12,9 +12,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import Attention
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.params.declare import parts_of
 
@@ -36,7 +36,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
             longrope = {**rope.raw, "rope_type": "longrope"}
             fields = ConfigFields({**fields.raw, "rope_parameters": longrope, "rope_scaling": None})
         fields = fields.with_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
-        return hf_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
+        return gated_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -52,4 +52,5 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         size, ffn, source = self.config.hidden_size, self.config.intermediate_size, f"{LAYER}.mlp"
-        return GatedMLP(size, ffn, source=source, gate_up=parts_of(f"{source}.gate_up_proj", ffn, ffn), build=build)
+        parts, activation = parts_of(f"{source}.gate_up_proj", ffn, ffn), ACTIVATIONS[self.config.activation]
+        return GatedMLP(size, ffn, source=source, gate_up=parts, activation=activation, build=build)

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import SLIDING, hf_fields, layer_kinds, windows_by_kind
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.config.readers.hf import SLIDING, layer_kinds, windows_by_kind
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
@@ -37,7 +37,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return hf_fields(fields, windows=read_layer_windows(fields), bias=True)
+        return gated_fields(fields, windows=read_layer_windows(fields), bias=True)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

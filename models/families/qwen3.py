@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 from jaxengine.models.families.qwen2 import read_layer_windows
 
 
@@ -22,7 +21,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", False)
         windows = read_layer_windows(fields)
-        return hf_fields(fields, windows=windows, head_dim=128, qk_norm=True, bias=bias, output_bias=bias)
+        return gated_fields(fields, windows=windows, head_dim=128, qk_norm=True, bias=bias, output_bias=bias)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

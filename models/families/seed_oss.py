@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 
 class SeedOssForCausalLM(LlamaForCausalLM):
@@ -20,7 +19,7 @@ class SeedOssForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", True)
         output_bias = fields.boolean("attention_out_bias", False)
-        shared = hf_fields(fields, head_dim=128, bias=bias, output_bias=output_bias)
+        shared = gated_fields(fields, head_dim=128, bias=bias, output_bias=output_bias)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     @classmethod

@@ -9,13 +9,12 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import (
     SLIDING,
-    hf_fields,
     layer_kinds,
     read_head_dim,
     read_rope,
     windows_by_kind,
 )
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
@@ -39,7 +38,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
             raise fields.fail("layer_types", f"without {SLIDING} where use_sliding_window is false")
         bias = fields.boolean("attention_bias", False)
         ropes = [rope if has_rope else None for has_rope in rotated]
-        shared = hf_fields(fields, windows=windows, ropes=ropes, tied=True, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, windows=windows, ropes=ropes, tied=True, bias=bias, output_bias=bias)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     @classmethod

@@ -11,8 +11,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.altup import BlockSkips
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LlamaForCausalLM, LlamaLayer
+from jaxengine.models.families.llama import LlamaForCausalLM, LlamaLayer, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -61,7 +60,7 @@ class SolarForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", False) or fields.boolean("bias", False)
         window = fields.integer("sliding_window", None)
-        shared = hf_fields(fields, windows=window, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, windows=window, bias=bias, output_bias=bias)
         lists = [_layers(fields, f"bskcn_{number}") for number in (1, 2, 3, 4)]
         shares = fields.value("bskcn_tv")
         if not isinstance(shares, list) or len(shares) != 2 or any(type(each) not in (int, float) for each in shares):

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import padded
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, token_text
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, switch, token_text
 from jaxengine.media.processors.units import UnitProcessor, read_size
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.params.files import read_object
@@ -40,7 +40,8 @@ class DeepseekVLProcessor(UnitProcessor):
         ModelConfigError for a square other than the tower's, a least side above it, a mean that is no colour, and
         unless do_pad is true or absent.
         """
-        fields.require(do_pad=True)
+        if not switch(fields, "do_pad"):
+            raise fields.fail("do_pad", "true or absent")
         if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
         self.least = fields.integer("min_size")

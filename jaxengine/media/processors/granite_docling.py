@@ -8,6 +8,7 @@ from copy import copy
 
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.gemma3 import merged_newlines
+from jaxengine.media.processors.settings import switch
 from jaxengine.media.processors.tiles import MAX_TILES, TilesProcessor
 from jaxengine.models.config.fields import ConfigFields
 
@@ -36,7 +37,7 @@ class GraniteDoclingProcessor(TilesProcessor):
         """
         fields.require(fine_route=False)
         super().read_settings(fields)
-        self.crops = fields.boolean("crop_to_patches", True)
+        self.crops = switch(fields, "crop_to_patches")
         self.dense_tiles = fields.integer("dense_max_patches", 0, minimum=0)
         if self.dense_tiles > MAX_TILES:
             raise fields.fail("dense_max_patches", f"an integer from 0 to {MAX_TILES}")

@@ -41,12 +41,12 @@ class LlavaProcessor(UnitProcessor):
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set size, crops (do_center_crop; by default whether the size is a shortest_edge) and pads (do_pad;
-        False for CLIP's and SigLIP's processors). Raises ModelConfigError if the resulting square is not of the tower's
-        image_size.
+        False for other processors than LLaVA's, which pad batches). Raises ModelConfigError if the resulting square is
+        not of the tower's image_size.
         """
         kinds = ("shortest_edge",), ("height", "width")
         self.size = read_size(fields, "size", *(kinds[::-1] if _kind(fields) == "Siglip" else kinds))
-        self.pads = _kind(fields) not in ("CLIP", "Siglip") and fields.boolean("do_pad", False)
+        self.pads = _kind(fields) in ("Llava", "") and fields.boolean("do_pad", False)
         self.crops = switch(fields, "do_center_crop", "shortest_edge" in self.size)
         made = self.size
         if self.crops:

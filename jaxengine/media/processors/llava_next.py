@@ -47,6 +47,9 @@ class LlavaNextProcessor(LlavaProcessor):
         self.pads = False
         if set(self.size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side}, the tower's image_size")
+        # transformers' tiles have the size of crops, if one is said, also where nothing is cropped.
+        if fields.value("crop_size", None) not in (None, self.side, {"height": self.side, "width": self.side}):
+            raise fields.fail("crop_size", f"{self.side}, the tower's image_size")
         ours = self._pinpoints(self.config_fields, self.pinpoints)
         listed = self._pinpoints(fields, ours)
         if sorted(map(list, listed)) != sorted(map(list, ours)):

@@ -83,12 +83,14 @@ class Pixels:
     def read(cls, fields: ConfigFields) -> Pixels:
         """Return the transform in a processor's settings.
 
-        Defaults are bicubic resizing and scale 1/255; the colours' mean and standard deviation are required unless
-        do_normalize is false. Raises ModelConfigError for an invalid field, and unless do_resize is true or absent.
+        Defaults are bicubic resizing, bilinear for a null resample as in transformers, and scale 1/255; the colours'
+        mean and standard deviation are required unless do_normalize is false. Raises ModelConfigError for an invalid
+        field, and unless do_resize is true or absent.
         """
         if not switch(fields, "do_resize"):
             raise fields.fail("do_resize", "true or absent")
-        resample = fields.value("resample", int(Image.Resampling.BICUBIC))
+        usual = Image.Resampling.BILINEAR if "resample" in fields.raw else Image.Resampling.BICUBIC
+        resample = fields.value("resample", int(usual))
         if type(resample) is not int or not 0 <= resample <= 5:
             raise fields.fail("resample", "the number of one of Pillow's filters, 0 to 5")
         scale = fields.number("rescale_factor", 1 / 255) if switch(fields, "do_rescale") else 1.0

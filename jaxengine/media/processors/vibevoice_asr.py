@@ -63,7 +63,9 @@ class VibeVoiceAsrProcessor(SoundProcessor):
             is_number = isinstance(decibels, int | float) and not isinstance(decibels, bool)
             if not is_number or not -_MOST_DECIBELS <= decibels <= _MOST_DECIBELS:
                 raise found.fail("target_dB_FS", f"a number from -{_MOST_DECIBELS} to {_MOST_DECIBELS}")
-            self.loudness = 10 ** (decibels / 20) if found.boolean("normalize_audio", True) else None
+            self.loudness = (
+                10 ** (decibels / 20) if found.boolean("normalize_audio", True, null_is_false=True) else None
+            )
             self.eps = found.number("eps", 1e-6)
         except ModelConfigError as error:
             raise ModelFileError(folder, str(error)) from None

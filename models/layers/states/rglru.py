@@ -14,8 +14,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import GatedRecurrence
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import gelu_tanh
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.state.conv import causal_conv
 from jaxengine.pallas_kernels.state.scan import selective_scan
@@ -47,13 +47,15 @@ class BlockGates(nnx.Module):
 
 
 class RecurrentBlock(nnx.Module):
-    """Griffin's recurrent block: x -> out(gelu(y) * h). y and u are projected from x, u passes a convolution, and h is
-    the state after each token: h[t] = a * h[t - 1] + sqrt(1 - a^2) * i * u, where log a = -8 * r * softplus(p), and i
-    and r are gates of u. The first token of a sequence has no factor sqrt(1 - a^2). Channels are split over devices.
+    """Griffin's recurrent block: x -> out(act(y) * h), where act is GELU by default. y and u are projected from x, u
+    passes a convolution, and h is the state after each token: h[t] = a * h[t - 1] + sqrt(1 - a^2) * i * u, where log a
+    = -8 * r * softplus(p), and i and r are gates of u. The first token of a sequence has no factor sqrt(1 - a^2).
+    Channels are split over devices.
     """
 
     def __init__(self, state: GatedRecurrence, hidden_size: int, *, source: str, build: Build):
         channels = state.channels
+        self.activation = ACTIVATIONS[state.activation]
 
         def projected(name: str) -> Linear:
             axes = "embed", "heads"
@@ -80,7 +82,8 @@ class RecurrentBlock(nnx.Module):
         """
         window, before = states
         with jax.named_scope("inputs"):
-            gate, mixed = gelu_tanh(self.gate(x, step.rows, out_dtype=jnp.float32)), self.inputs(x, step.rows)
+            gate = self.activation(self.gate(x, step.rows, out_dtype=jnp.float32))
+            mixed = self.inputs(x, step.rows)
         with jax.named_scope("causal_conv"):
             mixed, window = causal_conv(mixed, self.taps[...], window, rows)
             mixed = mixed + self.conv_bias[...].astype(jnp.float32)

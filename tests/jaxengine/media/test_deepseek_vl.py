@@ -51,6 +51,7 @@ def test_settings_that_are_refused(tmp_path):
         ({"size": {"height": 24, "width": 36}}, "size must be 24 by 24, the tower's image_size"),
         ({"min_size": 25}, "min_size must be at most the tower's image_size, 24, got 25"),
         ({"do_pad": False}, "do_pad must be true or absent, got False"),
+        ({"do_pad": None}, "do_pad must be true or absent, got None"),
         ({"image_mean": [0.5, 0.5, 1.1]}, "image_mean must be numbers from 0 to 1, the colour around images"),
         ({"image_mean": None, "do_normalize": False}, "image_mean is missing"),
         ({"do_resize": False}, "do_resize must be true or absent"),

@@ -210,24 +210,18 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
     ("name", "changes", "message"),
     [
         ("llava_vision", {"crop_size": 30}, "crop_size must be 24 by 24, the tower's image_size, got 30"),
-        (
-            "llava_vision",
-            {"size": {"width": 24}},
-            "size must be a mapping {shortest_edge} or {height, width} to",
-        ),
+        ("llava_vision", {"size": {"width": 24}}, "size must be a mapping {shortest_edge} or {height, width} to"),
         ("llava_vision", {"image_mean": [0, 1]}, "image_mean must be three numbers from -1e+06 to 1e+06, got [0, 1]"),
-        (
-            "llava_vision",
-            {"image_std": [0, 1, 1]},
-            "image_std must be three numbers from 1e-06 to 1e+06, got [0, 1, 1]",
-        ),
+        ("llava_vision", {"image_std": [0, 1, 1]}, "image_std must be three numbers from 1e-06 to 1e+06, got [0, "),
         ("llava_vision", {"resample": 9}, "resample must be the number of one of Pillow's filters, 0 to 5, got 9"),
         ("llava_vision", {"do_resize": False}, "do_resize must be true or absent, got False"),
         ("llava_vision", {"do_resize": None}, "do_resize must be true or absent, got None"),
         ("llava_next_vision", {"image_grid_pinpoints": [[24, 25]]}, "image_grid_pinpoints must be a list of [height"),
         ("llava_next_vision", {"image_grid_pinpoints": [[24, 96]]}, "image_grid_pinpoints must be that of config.json"),
         ("internvl_vision", {"max_patches": 65}, "max_patches must be from min_patches 1 to 64, got 65"),
+        ("llava_onevision_vision", {"crop_size": {"height": 12, "width": 12}}, "crop_size must be 24, the tower's"),
         ("idefics3_vision", {"max_image_size": {"longest_edge": 25}}, "max_image_size must be {'longest_edge': 24}"),
+        ("idefics3_vision", {"size": 72}, "size must be a mapping {longest_edge} to pixels from 1 to 16384, got 72"),
         ("gemma3_sees_vision", {"size": {"height": 48, "width": 24}}, "size must be 48 by 48"),
         ("deepseek_ocr2_vision", {"tile_size": 20}, "tile_size must be 24, three quarters of the tower's"),
         ("deepseek_ocr_vision", {"tile_size": 20}, "tile_size must be a multiple of 8, at most the tower's image_size"),
@@ -257,9 +251,11 @@ def test_switches_that_are_null_are_off(tmp_path):
         ("idefics3_vision", "do_image_splitting", lambda made: made.splits),
         ("cohere2_vision", "crop_to_patches", lambda made: made.crops),
         ("deepseek_ocr2_vision", "crop_to_patches", lambda made: made.crops),
+        ("granite_docling_vision", "crop_to_patches", lambda made: made.crops),
     ):
         null, off, on = (read(processor(tmp_path, name, **{switch: value})) for value in (None, False, True))
         assert null == off != on, (name, switch)
+    assert processor(tmp_path, "llava_vision", resample=None).pixels.resample == 2  # bilinear, as in transformers
 
 
 def test_what_the_class_of_an_image_processor_decides(tmp_path):
@@ -276,6 +272,7 @@ def test_what_the_class_of_an_image_processor_decides(tmp_path):
         "LlavaImageProcessorFast": True,
         "CLIPImageProcessor": False,
         "SiglipImageProcessorFast": False,
+        "BlipImageProcessor": False,
         None: True,
     }
     for kind, pads in kinds.items():

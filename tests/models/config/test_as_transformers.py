@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jax
 import pytest
+from flax import nnx
 
+from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.rope import RopeScaling
-from jaxengine.models.registry import read_hf
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.registry import build_model, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
 
@@ -107,11 +111,26 @@ _KEPT = _WINDOWED | _LINEAR | {"max_window_layers": 0, "layer_types": None}  # w
             {"attention_window_size": 2048, "conv1d_width": 4, "logits_soft_cap": 30.0, "lru_width": 64}
             | {"block_types": ["recurrent", "recurrent", "attention"], "rope_parameters": _HALF, "rms_norm_eps": 1e-6},
         ),
+        ("recurrent_gemma", {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}),
     ],
 )
 def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
     kept = {key: value for key, value in defaults.items() if _KEPT.get(key) == value}
     assert read_hf(recorded(name, **dict.fromkeys(defaults, ABSENT) | kept)) == read_hf(recorded(name, **defaults))
+
+
+def test_heads_and_gates_of_recurrent_gemma_are_those_of_the_file():
+    first, _, third, _ = read_hf(recorded("recurrent_gemma", head_dim=12, hidden_activation="silu")).attention
+    assert (third.head_dim, third.rope.rotary_dim) == (12, 6) and first.state.activation == "silu"
+
+
+@each_row("name", ["llama", "decilm", "mllama_text", "phi3", "glm"])
+def test_gated_mlps_have_the_activation_of_the_file(name):
+    """Each family that makes MLPs by itself; those of others are Llama's."""
+    config = read_hf(recorded(name, hidden_act="relu"))
+    made = nnx.eval_shape(lambda: build_model(config, Build("float32")))
+    found = [node.activation for _, node in nnx.iter_graph(made) if isinstance(node, GatedMLP)]
+    assert found and set(found) == {jax.nn.relu} and config.activation == "relu"
 
 
 @each_row("name", ["mistral4", "youtu"])

@@ -9,6 +9,7 @@ import pytest
 from jaxengine.models.architectures import usual_name
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.families.deepseek_vl2 import DeepseekVLV2ForCausalLM
+from jaxengine.models.families.hunyuan_vl import HunYuanVLForConditionalGeneration
 from jaxengine.models.families.llama_nemotron_vl import Llama_Nemotron_Nano_VL
 from jaxengine.models.families.normed_onevision import BeeForConditionalGeneration
 from jaxengine.models.families.opencua import OpenCUAForConditionalGeneration
@@ -195,6 +196,15 @@ def test_the_projector_of_r_and_bee():
             "vision_model.embeddings.cls_register_token",
         ),
         (Llama_Nemotron_Nano_VL, "mlp1.0.bias", "multi_modal_projector.layer_norm.bias"),
+        # As transformers has them in memory, and trainers send them.
+        *(
+            (HunYuanVLForConditionalGeneration, f"model.vision_tower.{stored}", f"vit.{own}")
+            for stored, own in (
+                ("layers.1.layer_norm2.bias", "layers.1.post_attention_layernorm.bias"),
+                ("patch_merger.proj_out.weight", "perceive.proj.2.weight"),
+                ("patch_merger.image_sep", "perceive.image_sep"),
+            )
+        ),
     ],
 )
 def test_names_of_tensors(family, stored, own):

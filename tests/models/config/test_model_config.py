@@ -200,7 +200,7 @@ BAD = {
     "infinite in float32": ({"rms_norm_eps": 1e39}, "rms_norm_eps must be a finite number of float32, got 1e.39"),
     "infinite theta": ({"rope_theta": float("inf")}, "rope_theta must be a finite number"),
     "theta one": ({"rope_theta": 1.0}, "rope_theta must be a finite number > 1"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+    "activation": ({"hidden_act": "selu"}, "hidden_act must be 'silu' or 'swish' or 'gelu' or "),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "unknown rope": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type.*linear.*'spiral'"),

@@ -70,6 +70,7 @@ def test_fields_of_inkling_that_mean_the_same(one, other):
         ("inkling", {"n_shared_experts": 0}, "n_shared_experts must be an integer >= 1"),
         ("inkling", {"layer_types": ["hybrid", "full_attention", "hybrid"]}, "layer_types must be a list of 3 of"),
         ("inkling", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("aria_text", {"hidden_act": "gelu"}, 'hidden_act must be "silu" or absent'),
         ("inkling", {"sconv_kernel_size": 1}, "conv_kernel_size must be an integer >= 2"),
         ("zaya", {"num_experts_per_tok": 2}, "num_experts_per_tok must be 1 or absent"),
         ("zaya", {"lm_head_bias": True}, "lm_head_bias must be false or absent"),

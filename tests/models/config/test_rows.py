@@ -347,7 +347,11 @@ def test_baichuan_of_7_and_of_13_billion():
         ("jais", {"alibi_scaling": {"type": "linear", "factor": 2.0}}, "alibi_scaling.factor must be absent"),
         ("recurrent_gemma", {"block_types": ["mamba"]}, "block_types must be a list of recurrent and attention"),
         ("recurrent_gemma", {"lru_width": 66}, "lru_width must be a multiple of num_attention_heads, 4, got 66"),
-        ("recurrent_gemma", {"hidden_size": 66}, "hidden_size must be a multiple of num_attention_heads, 4, got 66"),
+        (
+            "recurrent_gemma",
+            {"hidden_size": 66, "head_dim": None},
+            "hidden_size must be a multiple of num_attention_heads, 4, got 66",
+        ),
         ("solar", {"bskcn_2": [6]}, "bskcn_2 must be a list of layers from 0 to 5"),
         ("solar", {"bskcn_3": None}, "bskcn_3 is missing"),
         ("solar", {"bskcn_tv": [0.9]}, "bskcn_tv must be two numbers, the second of which counts"),

@@ -199,6 +199,23 @@ def test_names_may_be_those_of_the_model_without_its_head(folder, targets):
         read(folder, targets)
 
 
+def test_names_may_be_those_of_transformers_class_where_files_have_others(tmp_path):
+    """Cohere Transcribe's files name the layers' parts by number."""
+    targets = targets_of(
+        [build_model(read_folder(CHECKPOINTS / "cohere_asr_sound"), Build("float32", lora=LoraSpec(1, 4)))]
+    )
+    named = {"self_attn.q_proj": "first_sub_layer.query_net", "encoder_attn.q_proj": "second_sub_layer.query_net"}
+    named |= {"mlp.fc2": "third_sub_layer.dense_out"}
+    wanted = {
+        f"model.decoder.layers.{layer}.{own}": f"model.layers.{layer}.{stored}"
+        for layer in range(2)
+        for own, stored in named.items()
+    }
+    shapes = {own: targets.shapes[stored][::-1] for own, stored in wanted.items()}
+    folder = write_adapter(tmp_path, shapes, seed=1, r=2, target_modules=["q_proj", "fc2"])
+    assert {*read_adapter(folder, targets, 4, "float32").matrices} == {*wanted.values()}
+
+
 @each_row("field", ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern"])
 def test_an_expression_that_takes_too_long_is_one_error(folder, targets, field, monkeypatch):
     monkeypatch.setattr(config, "Effort", partial(Effort, 5000))
