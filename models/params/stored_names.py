@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import cached_property
-from itertools import accumulate
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import MODEL, WeightSource, absent_names, stored_names
@@ -78,19 +77,24 @@ class StoredNames:
 
     def _absent(self, name: str) -> str:
         """Return the name of a tensor that is not there: of those that the view's rules allow, the one whose first
-        parts most agree with a name of the checkpoint; of several, the view's own if the checkpoint has such names.
+        parts most agree with a name of the checkpoint; of several, the view's own if others are there under theirs.
         """
         forms = absent_names(self._source, name)
         if forms == (name,):
             return self._with_beginning(name)
-        has_own = MODEL.rstrip(".") in self._beginnings
-        return max(forms, key=lambda form: (_length(form, self._beginnings), (form == name) == has_own))
+        is_own = all(stored_names(self._source, each) == (each,) for each in self._present)
+
+        def rank(form: str) -> tuple[int, bool]:
+            length = sum(begin in self._beginnings for begin in _beginnings(form))
+            return length, (form == name) == (is_own if length else MODEL in self._beginnings)
+
+        return max(forms, key=rank)
 
     @cached_property
     def _beginnings(self) -> frozenset[str]:
-        """Beginnings of the checkpoint's names, each of whole parts."""
+        """Beginnings of the checkpoint's names, each of whole parts with a dot."""
         names = {stored for name in self._present for stored in stored_names(self._source, name)}
-        return frozenset(begin for stored in names for begin in accumulate(stored.split("."), "{}.{}".format))
+        return frozenset(begin for stored in names for begin in _beginnings(stored))
 
     def _with_beginning(self, name: str) -> str:
         """Return the name of a tensor that is not there, with the beginning by which the checkpoint's names of tensors
@@ -113,6 +117,6 @@ def _of_any_layer(name: str) -> str:
     return _NUMBER.sub("..", name, count=1)
 
 
-def _length(name: str, beginnings: Collection[str]) -> int:
-    """Return how many of a name's first parts are one of `beginnings`."""
-    return sum(begin in beginnings for begin in accumulate(name.split("."), "{}.{}".format))
+def _beginnings(name: str) -> list[str]:
+    """Return the beginnings of a tensor's name, each of whole parts with a dot."""
+    return [name[: found.end()] for found in re.finditer(r"\.", name)]
