@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,11 +103,12 @@ class ScannedLayers:
 # Parts of names that module wrappers add (torch.compile, FSDP, activation checkpointing, PEFT); prefixes of names.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
 _PREFIXES = ("module.", "base_model.model.")  # DistributedDataParallel, PEFT
+_SAVED = re.compile(r"\.modules_to_save\.\w+(?=\.)")  # a module that PEFT trains as a whole, by the adapter's name
 
 
 def unwrapped(name: str) -> str:
     """Return a tensor's name without the parts and prefixes that PyTorch's and PEFT's module wrappers add to it."""
-    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    name = _SAVED.sub("", ".".join(part for part in name.split(".") if part not in _WRAPPERS))
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
