@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -179,6 +179,13 @@ def check_chunk_bytes(chunk_bytes: Any) -> None:
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
         text = f"chunk_bytes is {show_value(chunk_bytes)}; allowed: None, and integers from 1"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
+
+
+def check_target(target: Any) -> None:
+    """Raise RequestError unless target is one of Target."""
+    if target not in get_args(Target):
+        text = f"target is {show_value(target)}; allowed: {', '.join(get_args(Target))}"
+        raise RequestError(text, param="target", value=target)
 
 
 def check_mapping(mapping: Any) -> None:
