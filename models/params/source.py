@@ -242,7 +242,7 @@ class WrappedSource:
         return tuple(dict.fromkeys(found))
 
     def absent_names(self, name: str) -> tuple[str, ...]:
-        """Return the names that the checkpoint could have for the tensor `name`, which it lacks, at least one."""
+        """Return the names that the checkpoint could have for the tensor `name`, which it lacks; () if no rule says."""
         return absent_names(self._source, name)
 
     def close(self) -> None:
@@ -259,6 +259,6 @@ def stored_names(source: WeightSource, name: str) -> tuple[str, ...]:
 
 def absent_names(source: WeightSource, name: str) -> tuple[str, ...]:
     """Return the names that a checkpoint could itself have for the tensor `name`, which `source`, possibly a view of
-    it, lacks; at least one.
+    it, lacks; () if no rule of the view says.
     """
-    return source.absent_names(name) if isinstance(source, WrappedSource) else (name,)
+    return source.absent_names(name) if isinstance(source, WrappedSource) else ()

@@ -80,7 +80,7 @@ class StoredNames:
         parts most agree with a name of the checkpoint; of several, the view's own if others are there under theirs.
         """
         forms = absent_names(self._source, name)
-        if forms == (name,):
+        if not forms:
             return self._with_beginning(name)
         is_own = all(stored_names(self._source, each) == (each,) for each in self._present)
 

@@ -92,7 +92,7 @@ class RenamedSource(NamedSource):
 
     def absent_names(self, name: str) -> tuple[str, ...]:
         forms = self._names.stored_forms(name) or (name,)
-        return tuple(each for form in forms for each in absent_names(self._source, form))
+        return tuple(each for form in forms for each in absent_names(self._source, form) or (form,))
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name of the tensor with the model's name `name`. Raises KeyError for an unknown
