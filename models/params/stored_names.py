@@ -77,16 +77,19 @@ class StoredNames:
 
     def _absent(self, name: str) -> str:
         """Return the name of a tensor that is not there: of those that the view's rules allow, the one whose first
-        parts most agree with a name of the checkpoint; of several, the view's own if others are there under theirs.
+        parts most agree with a name of the checkpoint; of several, the one that begins as its neighbours' do.
         """
-        forms = absent_names(self._source, name)
+        forms, guess = absent_names(self._source, name), self._with_beginning(name)
         if not forms:
-            return self._with_beginning(name)
+            return guess
+        first = name.partition(".")[0]
+        has_neighbours = any(each.startswith(f"{first}.") for each in self._present)
         is_own = all(stored_names(self._source, each) == (each,) for each in self._present)
 
-        def rank(form: str) -> tuple[int, bool]:
+        def rank(form: str) -> tuple[int, bool, bool]:
             length = sum(begin in self._beginnings for begin in _beginnings(form))
-            return length, (form == name) == (is_own if length else MODEL in self._beginnings)
+            is_likely = (form == name) == (is_own if length else MODEL in self._beginnings)
+            return length, has_neighbours and form == guess, is_likely
 
         return max(forms, key=rank)
 

@@ -191,6 +191,11 @@ def test_a_tensor_has_the_names_of_those_that_are_stored():
         (RenamedSource(ArraySource({"model.words.b": ROWS}), OWN_HEAD), "model.tokens.a", ["model.words.a"]),
         (RenamedSource(ArraySource({"model.a": ROWS}), OWN_HEAD), "model.tokens.a", ["model.tokens.a"]),
         (RenamedSource(ArraySource({"model.layers.layers.0.a": ROWS}), IN_LAYERS), "model.a", ["model.a"]),
+        (
+            RenamedSource(ArraySource({"model.b": ROWS, "t.out.a": ROWS}), OWN_HEAD),
+            "model.tokens.a",
+            ["model.tokens.a"],
+        ),
         (RenamedSource(ArraySource({"model.a": ROWS}), OWN_HEAD), "lm_head.weight", ["lm_head.weight"]),
         *((experts, f"m.layers.{layer}.experts.1.down_proj.weight", [DOWN.format(layer)]) for layer in (3, 7)),
         (SplitLatentSource(ArraySource({KEYS: STACK, VALUES: STACK.swapaxes(1, 2)})), LATENT, [KEYS, VALUES]),
