@@ -3,7 +3,7 @@
 Of recorded checkpoints of each kind of layer: dense, experts, windows, latent attention, states. An engine samples
 tokens in a batch, in chunks, in a small pool, and `jaxengine.rl.certify` compares their log-probabilities with those of
 `get_logprobs` and of `jaxengine.rl.log_probs`, with rl_exact and without. A row has the numbers whose bits differ, and
-the largest difference. `kept` says whether none differs with rl_exact.
+the largest differences. `kept` says whether none differs with rl_exact.
 
 A long run is cut by --budget-s, and --resume measures what the file that --save names lacks.
 """
@@ -72,7 +72,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 def measured(name: str, dtype: str, exact: bool) -> dict[str, Any]:
     """Certify one recorded checkpoint in a dtype, with or without rl_exact; return a row with the number of tokens, how
     many of their log-probabilities differ from those that the engine recomputes and from the trainer's, and the largest
-    difference from the trainer's.
+    differences.
 
     name: of the checkpoint. "kept" is in the row only with rl_exact.
     """
@@ -89,6 +89,7 @@ def measured(name: str, dtype: str, exact: bool) -> dict[str, Any]:
         "tokens": found.num_tokens,
         "recomputed differ": found.rollout_recomputed.mismatches,
         "trainer differ": found.rollout_trainer.mismatches,
+        "recomputed largest": float(f"{found.rollout_recomputed.largest:.2e}"),
         "largest": float(f"{found.rollout_trainer.largest:.2e}"),
     }
     return row | ({"kept": found.holds} if exact else {})

@@ -9,12 +9,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import prefix_reset
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
-from jaxengine.runner.weights.weight_names import Renamed, Target
+from jaxengine.runner.weights.weight_names import Renamed, Target, check_target
 from jaxengine.runner.weights.weight_names import ScannedLayers as ScannedLayers
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
@@ -454,9 +454,7 @@ def _read_new(
     """
     from jaxengine.runner.weights.weight_update import read_weights
 
-    if target not in get_args(Target):
-        allowed = ", ".join(get_args(Target))
-        raise RequestError(f"target is {target!r}; allowed: {allowed}", param="target", value=target)
+    check_target(target)
     for name, value in {"strict": strict, "donate": donate}.items():
         if not isinstance(value, bool):
             raise RequestError(f"{name} is {show_value(value)}; allowed: True, False", param=name, value=value)

@@ -33,6 +33,7 @@ from jaxengine.pallas_kernels.runs import run_starts
 
 ROWS = 16  # tokens of a block
 EXPERTS, STATES = "experts", "states"
+DRAFTS = "drafts"  # the section of tokens to verify, which only the sampler reads: to the model they are tokens
 NOWHERE = np.iinfo(np.int32).max  # a row that no array has
 
 
@@ -193,11 +194,11 @@ def exact_class(family: type) -> type:
             self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
         ) -> tuple[jax.Array, KVPages | Cache]:
             """Compute CausalLM's forward pass in blocks of ROWS tokens, for one stage. Raises ValueError for `hidden`
-            other than None, and for sections besides states and expert load.
+            other than None, and for sections besides states, expert load and drafts.
             """
-            others = sorted(set(batch.sections) - {STATES, EXPERTS})
+            others = sorted(set(batch.sections) - {STATES, EXPERTS, DRAFTS})
             if hidden is not None or others:
-                raise ValueError(f"an exact model has one stage and takes states and experts alone, got {others}")
+                raise ValueError(f"an exact model has one stage, and takes states, experts and drafts, got {others}")
             tokens, tables, count = tokens_of(batch)
             x, kv = run_tokens(self, super().__call__, tokens, tables, kv, count, batch.sections.get(EXPERTS))
             return x[: batch.token_ids.shape[0]], kv

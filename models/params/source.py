@@ -153,6 +153,15 @@ class CheckpointNames(NamedTuple):
         parts = self.parts_of(name)
         return next((name.replace(old, new) for old, new in parts if old in name and new not in name), name)
 
+    def stored_forms(self, name: str) -> tuple[str, ...]:
+        """Return the names of tensors that a checkpoint may have for the model's tensor `name` outside of halves of
+        layers: those that are read and that `renamed` turns into it.
+        """
+        found = [name, *(name.replace(new, old) for old, new in self.parts_of(name) if new in name)]
+        found += [each.removesuffix(new) + old for each in found for old, new in self.suffixes if each.endswith(new)]
+        found += [old + each.removeprefix(new) for each in found for old, new in self.prefixes if each.startswith(new)]
+        return tuple(each for each in dict.fromkeys(found) if self.renamed(each) == name and not self.is_unused(each))
+
     def parts_of(self, name: str) -> tuple[tuple[str, str], ...]:
         """Return the pairs that apply to a tensor or module, by its name with the model's beginning: `tower_parts` for
         those of towers if they are set, otherwise `parts`.
@@ -232,6 +241,10 @@ class WrappedSource:
         found = (each for held in self.held_in(name) for each in stored_names(self._source, held))
         return tuple(dict.fromkeys(found))
 
+    def absent_names(self, name: str) -> tuple[str, ...]:
+        """Return the names that the checkpoint could have for the tensor `name`, which it lacks; () if no rule says."""
+        return absent_names(self._source, name)
+
     def close(self) -> None:
         """Close the wrapped source."""
         self._source.close()
@@ -242,3 +255,10 @@ def stored_names(source: WeightSource, name: str) -> tuple[str, ...]:
     several if the view joins tensors, or `name` itself if there is no such tensor.
     """
     return source.stored_names(name) if isinstance(source, WrappedSource) else (name,)
+
+
+def absent_names(source: WeightSource, name: str) -> tuple[str, ...]:
+    """Return the names that a checkpoint could itself have for the tensor `name`, which `source`, possibly a view of
+    it, lacks; () if no rule of the view says.
+    """
+    return source.absent_names(name) if isinstance(source, WrappedSource) else ()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WeightSource, stored_names
+from jaxengine.models.params.source import MODEL, WeightSource, absent_names, stored_names
 
 # The number of a layer, or of a block of a tower, in a tensor's name.
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -29,15 +29,15 @@ class StoredNames:
 
     def of(self, name: str) -> tuple[str, ...]:
         """Return the names that the checkpoint has for the tensor `name` of the view, at least one. For a tensor that
-        is not there they are those of the same tensor of another layer with this layer's number or, outside of layers,
-        the name with the beginning that the checkpoint's other names have.
+        is not there they are those of the same tensor of another layer with this layer's number, or the one that
+        resembles the checkpoint's other names most.
         """
         if name in self._present:
             return stored_names(self._source, name)
         number = _NUMBER.search(name)
         if number is not None and (other := self._by_layer.get(_of_any_layer(name))) is not None:
             return self._in_layer(stored_names(self._source, other), _NUMBER.search(other), number)
-        return (self._with_beginning(name),)
+        return (self._absent(name),)
 
     def faults(self, found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return faults (tensor of the checkpoint, what is wrong), given those of the view's tensors. A tensor of which
@@ -47,7 +47,8 @@ class StoredNames:
         for name, text in found:
             first, *others = self.of(name)
             is_part = name in self._present and (others or self._num_parts.get(first, 1) > 1)
-            faults.setdefault(first, f"{text}, as {name}" if is_part else text)
+            shared = f", of which {' and '.join(others)} has a part, too" if others else ""
+            faults.setdefault(first, f"{text}, as {name}{shared}" if is_part else text)
         return [*faults.items()]
 
     @cached_property
@@ -74,6 +75,30 @@ class StoredNames:
         assert given is not None
         return tuple(each.replace(given[0], wanted[0], 1) for each in stored)
 
+    def _absent(self, name: str) -> str:
+        """Return the name of a tensor that is not there: of those that the view's rules allow, the one whose first
+        parts most agree with a name of the checkpoint; of several, the one that begins as its neighbours' do.
+        """
+        forms, guess = absent_names(self._source, name), self._with_beginning(name)
+        if not forms:
+            return guess
+        first = name.partition(".")[0]
+        has_neighbours = any(each.startswith(f"{first}.") for each in self._present)
+        is_own = all(stored_names(self._source, each) == (each,) for each in self._present)
+
+        def rank(form: str) -> tuple[int, bool, bool]:
+            length = sum(begin in self._beginnings for begin in _beginnings(form))
+            is_likely = (form == name) == (is_own if length else MODEL in self._beginnings)
+            return length, has_neighbours and form == guess, is_likely
+
+        return max(forms, key=rank)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        """Beginnings of the checkpoint's names, each of whole parts with a dot."""
+        names = {stored for name in self._present for stored in stored_names(self._source, name)}
+        return frozenset(begin for stored in names for begin in _beginnings(stored))
+
     def _with_beginning(self, name: str) -> str:
         """Return the name of a tensor that is not there, with the beginning by which the checkpoint's names of tensors
         with the same first part differ from the view's.
@@ -93,3 +118,8 @@ class StoredNames:
 def _of_any_layer(name: str) -> str:
     """Return a tensor's name without the first number in it."""
     return _NUMBER.sub("..", name, count=1)
+
+
+def _beginnings(name: str) -> list[str]:
+    """Return the beginnings of a tensor's name, each of whole parts with a dot."""
+    return [name[: found.end()] for found in re.finditer(r"\.", name)]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("jais",)
+FAMILIES = ("jais", "qwen3_moe", "deepseek_v3", "falcon_h1")
 TOLERANCE = 1e-4  # of a log-probability
 COUNT, PROMPT, NEW = 6, 9, 12  # requests, and tokens of each
 OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 16}

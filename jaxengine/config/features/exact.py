@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.features.speculation import NAME as DRAFTS
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
@@ -24,8 +25,9 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
     with all defaults filled in. platform: name of the kernels' platform.
 
     Raises ConfigError for an engine whose results would differ in bits from the trainer's: not on a CPU, split over
-    devices, with adapters, drafts, captures or steering; for a model that pools, has a tower, selects or compresses
-    keys or is quantised; for another KV dtype than the model's, and for a page size that does not divide 128.
+    devices, with adapters, drafts by a model or head, captures or steering; for a model that pools, has a tower,
+    selects or compresses keys or is quantised; for another KV dtype than the model's, and for a page size that does not
+    divide 128.
     """
     if not options[NAME]:
         return {}
@@ -34,14 +36,13 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
     counts = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
     for name, is_so in (
         *((name, options[name] > 1) for name in counts),
-        *(
-            (name, bool(options[name]))
-            for name in ("enable_lora", "speculative_config", "capture_layers", "capture", "steer")
-        ),
+        *((name, bool(options[name])) for name in ("enable_lora", "capture_layers", "capture", "steer")),
+        (DRAFTS, options[DRAFTS] is not None and options[DRAFTS].has_model),
     ):
         if is_so:
             problem = f"{NAME} is given with {name}, whose results are rounded otherwise"
-            raise ConfigError.because(name, problem, "leave one of them out")
+            more = ", or let ngram draft" if name == DRAFTS else ""
+            raise ConfigError.because(name, problem, f"leave one of them out{more}")
     for why, is_so in (
         ("pools and generates nothing", model.pooler is not None),
         (

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxengine.models.config.compressed import TOKEN_MAP
@@ -16,11 +15,12 @@ from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.models.weights.formats.arrays import on_host
 from jaxengine.models.weights.views.extended import ExtendedSource
+from jaxengine.runner.weights.sleep import Absent
 
 
 def with_kept_maps(source: WeightSource, stages: Sequence[tuple[Any, Any, list[Any]]]) -> WeightSource:
     """Return a view of a checkpoint with the maps that the engine has, or `source` itself if it has a map, or the
-    engine none. stages: (abstract model, mesh, leaves) each; leaves that are not on the devices are left out.
+    engine none. stages: (abstract model, mesh, leaves) each.
     """
     if any(_is_map(name) for name in source.names()):
         return source
@@ -49,13 +49,16 @@ def _is_map(name: Any) -> bool:
 
 
 def _maps(stages: Sequence[tuple[Any, Any, list[Any]]]) -> dict[str, np.ndarray]:
-    """Return copies of the maps on the devices, i32[vocab_size] each, by the name of their tensor."""
+    """Return copies of the maps, i32[vocab_size] each, by the name of their tensor: those on the devices and, if the
+    engine sleeps, in host memory.
+    """
     found = {}
     for model, mesh, leaves in stages:
         tensors = {param.name: param.decl.sources[0].name for param in declared_params(model) if _is_map(param.name)}
         if not tensors:
             continue
         for (name, _), leaf in zip(abstract_leaves(model, mesh), leaves, strict=True):
-            if name in tensors and isinstance(leaf, jax.Array):
-                found[tensors[name]] = on_host(leaf)
+            held = leaf.whole() if isinstance(leaf, Absent) else leaf
+            if name in tensors and held is not None:
+                found[tensors[name]] = on_host(held)
     return found

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxengine.models.config.compressed import TOKEN_MAP
 from jaxengine.models.lora import declared_pools
+from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.runner.base.memory import return_free_memory
 from jaxengine.runner.model_runner import ModelRunner
@@ -54,15 +56,21 @@ def release_weights(runner: ModelRunner, *, keep: bool) -> None:
     """Free the weights' memory on the devices: replace each leaf of the stages by an Absent, and return free memory to
     the system.
 
-    keep: whether copies stay in host memory; those of adapters always do. If weights are absent already and have
-    copies, keep=False drops the copies. Arrays to which other code, such as a trainer, has references keep their
-    memory.
+    keep: whether copies stay in host memory; those that no checkpoint has always do (`_own_leaves`). If weights are
+    absent already and have copies, keep=False drops the copies. Arrays to which other code, such as a trainer, has
+    references keep their memory.
     """
     for stage in runner.stages:
-        adapters = {pool.index for pool in declared_pools(stage.programs.model)}
+        own = _own_leaves(stage.programs.model, stage.programs.mesh)
         for index in range(len(stage.params)):
-            stage.params[index] = _absent(stage.params[index], keep or index in adapters)
+            stage.params[index] = _absent(stage.params[index], keep or index in own)
     return_free_memory()
+
+
+def _own_leaves(model: Any, mesh: Any) -> set[int]:
+    """Return the indices of a stage's leaves that new weights need not have: adapters, and maps of tokens."""
+    maps = {index for index, (name, _) in enumerate(abstract_leaves(model, mesh)) if name.endswith(f".{TOKEN_MAP}")}
+    return maps | {pool.index for pool in declared_pools(model)}
 
 
 def restore_weights(runner: ModelRunner) -> bool:

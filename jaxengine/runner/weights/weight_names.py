@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -102,11 +103,12 @@ class ScannedLayers:
 # Parts of names that module wrappers add (torch.compile, FSDP, activation checkpointing, PEFT); prefixes of names.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
 _PREFIXES = ("module.", "base_model.model.")  # DistributedDataParallel, PEFT
+_SAVED = re.compile(r"\.modules_to_save\.\w+(?=\.)")  # a module that PEFT trains as a whole, by the adapter's name
 
 
 def unwrapped(name: str) -> str:
     """Return a tensor's name without the parts and prefixes that PyTorch's and PEFT's module wrappers add to it."""
-    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    name = _SAVED.sub("", ".".join(part for part in name.split(".") if part not in _WRAPPERS))
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
@@ -177,6 +179,13 @@ def check_chunk_bytes(chunk_bytes: Any) -> None:
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
         text = f"chunk_bytes is {show_value(chunk_bytes)}; allowed: None, and integers from 1"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
+
+
+def check_target(target: Any) -> None:
+    """Raise RequestError unless target is one of Target."""
+    if target not in get_args(Target):
+        text = f"target is {show_value(target)}; allowed: {', '.join(get_args(Target))}"
+        raise RequestError(text, param="target", value=target)
 
 
 def check_mapping(mapping: Any) -> None:

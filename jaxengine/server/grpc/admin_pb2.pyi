@@ -212,20 +212,22 @@ class IsSleepingResponse(_message.Message):
     def __init__(self, is_sleeping: _Optional[bool] = ...) -> None: ...
 
 class UpdateOptions(_message.Message):
-    __slots__ = ("weight_version", "weight_version_number", "mode", "kv", "strict", "chunk_bytes")
+    __slots__ = ("weight_version", "weight_version_number", "mode", "kv", "strict", "chunk_bytes", "draft")
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     STRICT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     weight_version_number: int
     mode: PauseMode
     kv: KvMode
     strict: bool
     chunk_bytes: int
-    def __init__(self, weight_version: _Optional[str] = ..., weight_version_number: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., kv: _Optional[_Union[KvMode, str]] = ..., strict: _Optional[bool] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    draft: bool
+    def __init__(self, weight_version: _Optional[str] = ..., weight_version_number: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., kv: _Optional[_Union[KvMode, str]] = ..., strict: _Optional[bool] = ..., chunk_bytes: _Optional[int] = ..., draft: _Optional[bool] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("path", "options")

@@ -142,6 +142,7 @@ def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
         kv=_known("kv", options.kv, _KV),
         strict=options.strict or not options.HasField("strict"),
         chunk_bytes=options.chunk_bytes if options.HasField("chunk_bytes") else None,
+        target="draft" if options.draft else "model",
     )
 
 

@@ -21,6 +21,7 @@ from jaxengine.server.http.request.protocol import RequestModel
 from jaxengine.server.weights import weights
 
 Mode = Literal["keep", "wait", "abort"]
+Target = Literal["model", "draft"]
 # Messages between processes have 64 bits for this number.
 MAX_CHUNK_BYTES = 2**63 - 1
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -45,7 +46,7 @@ class UpdateWeights(RequestModel):
       weight_dir: prime-rl's name for `path`; one of both must be given.
       weight_version: version of the new weights; None for the present number plus one, or, if it is a text, the
         number of updates.
-      mode, kv, strict, chunk_bytes: see `LLM.update_weights`.
+      mode, kv, strict, chunk_bytes, target: see `LLM.update_weights`.
     """
 
     path: Path | None = None
@@ -55,6 +56,7 @@ class UpdateWeights(RequestModel):
     kv: Literal["keep", "recompute", "drop"] = "recompute"
     strict: bool = True
     chunk_bytes: ChunkBytes | None = None
+    target: Target = "model"
 
     def source(self) -> str:
         """Return `path` or `weight_dir`. Raises RequestError unless exactly one of them is given."""
@@ -154,7 +156,8 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
         none. Requests go on while the folder is read. Returns a WeightUpdate's fields. Raises RequestError,
         EngineDeadError.
         """
-        options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict, body.chunk_bytes)
+        given = body.mode, body.kv, body.strict, body.chunk_bytes, body.target
+        options = weights.UpdateOptions(body.weight_version, *given)
         return await weights.update_from_path(engine, body.source(), options)
 
     async def update_weights_by_body(
@@ -164,11 +167,12 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
         kv: Literal["keep", "recompute", "drop"] = "recompute",
         strict: bool = True,
         chunk_bytes: Annotated[int | None, Query(ge=1, le=MAX_CHUNK_BYTES)] = None,
+        target: Target = "model",
     ) -> dict[str, Any]:
         """Replace the weights by those of the body, a safetensors file, which is stored in weight_upload_dir until it
         has been read. Options, result and errors are those of `update_weights`.
         """
-        options = weights.UpdateOptions(weight_version, mode, kv, strict, chunk_bytes)
+        options = weights.UpdateOptions(weight_version, mode, kv, strict, chunk_bytes, target)
         return await weights.update_from_pieces(engine, config, request.stream(), options)
 
     add = {"methods": ["POST"], "include_in_schema": False, "dependencies": routes.dependencies}

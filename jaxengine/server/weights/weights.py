@@ -21,7 +21,7 @@ class UpdateOptions(NamedTuple):
     Attributes:
       version: version of the new weights; None: the present version plus one if it is a number, otherwise the number
         of updates.
-      mode, kv, strict, chunk_bytes: see `LLM.update_weights`.
+      mode, kv, strict, chunk_bytes, target: see `LLM.update_weights`.
     """
 
     version: str | int | None = None
@@ -29,6 +29,7 @@ class UpdateOptions(NamedTuple):
     kv: str = "recompute"
     strict: bool = True
     chunk_bytes: int | None = None
+    target: str = "model"
 
 
 async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
@@ -100,11 +101,11 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
     Raises RequestError for an empty path and for invalid options, and one that lists all faults if the new weights are
     unusable; the old weights then stay. Raises EngineDeadError if the engine cannot answer.
     """
-    version, mode, kv, strict, chunk_bytes = options
+    version, mode, kv, strict, chunk_bytes, target = options
     if not path:
         raise RequestError("path is empty; allowed: a folder or file with weights", param="path")
     check_version(version)
-    number = await engine.utility("read_weights", path, version, mode, kv, strict, chunk_bytes)
+    number = await engine.utility("read_weights", path, version, mode, kv, strict, chunk_bytes, target)
     try:
         while not await engine.utility("weights_are_read", number):
             await asyncio.sleep(_POLL_SECONDS)

@@ -11,9 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource, WrappedSource, stored_names
+from jaxengine.models.params.source import (
+    WHOLE,
+    CheckpointNames,
+    WeightSource,
+    WrappedSource,
+    absent_names,
+    stored_names,
+)
 from jaxengine.models.params.stored_names import fault_in
 
 Spans = list[tuple[str, slice]]  # rows of stored tensors, each by its name
@@ -51,8 +59,14 @@ class JoinedRowsSource(WrappedSource):
                     found, wanted = [source.shape(part)[0] for part in parts], [shapes[part][0] for part in parts]
                     if found != wanted and sum(found) == sum(wanted):
                         self._spans |= _cut(self._whole(parts), parts, shapes)
+        self._parts_of = names.parts_of_rows
         for name in shapes.keys() - self._spans.keys():
-            if (parts := names.parts_of_rows(name)) and all(self._spans.get(part, ()) is None for part in parts):
+            parts = names.parts_of_rows(name)
+            there = [part for part in parts if self._spans.get(part, ()) is None]
+            if there and len(there) < len(parts):
+                text = f"a tensor that the model needs beside {stored_names(self, there[0])[0]} is missing"
+                raise fault_in(self, next(part for part in parts if part not in there), text)
+            if there:
                 for part in parts:
                     if not source.shape(part) or source.shape(part)[1:] != shapes[name][1:]:
                         text = f"must be rows of {name} {shapes[name]}, got shape {source.shape(part)}"
@@ -75,12 +89,24 @@ class JoinedRowsSource(WrappedSource):
     def held_in(self, name: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(stored for stored, _ in self._spans.get(name) or [(name, WHOLE)]))
 
+    def absent_names(self, name: str) -> tuple[str, ...]:
+        part, *_ = [*self._parts_of(name), name]
+        return absent_names(self._source, part)
+
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return these rows and columns of a tensor. Raises ModelFileError if the parts of these rows are numbers of
+        different kinds, which would otherwise become one kind.
+        """
         if (spans := self._spans[name]) is None:
             return self._source.read(name, rows, columns)
         first, last, _ = rows.indices(self.shape(name)[0])
         own = _overlap(spans, first, last) or [(spans[0][0], slice(0, 0))]
         found = [self._source.read(stored, each, columns) for stored, each in own]
+        kinds = [jnp.issubdtype(each.dtype, jnp.floating) for each in found]
+        if any(kinds) and not all(kinds):
+            odd = kinds.index(False)
+            text = f"a weight must hold floating-point numbers, got {found[odd].dtype}"
+            raise fault_in(self._source, own[odd][0], text)
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 

@@ -16,6 +16,7 @@ from jaxengine.models.params.source import (
     CheckpointNames,
     WeightSource,
     WrappedSource,
+    absent_names,
     stored_names,
 )
 from jaxengine.models.params.stored_names import fault_in
@@ -67,6 +68,7 @@ class RenamedSource(NamedSource):
     def __init__(self, source: WeightSource, names: CheckpointNames):
         self._squeezed, self._flattened = names.squeezed, names.flattened
         self._raveled, self._transposed = names.raveled, names.transposed
+        self._names = names
 
         def name_of(stored: str) -> str | None:
             is_left_out = names.is_unused(stored) or self._is_constant(stored, names)
@@ -87,6 +89,10 @@ class RenamedSource(NamedSource):
         if not is_one or not np.isin(held, (np.float32(value), np.float32(ml_dtypes.bfloat16(value)))).all():
             raise fault_in(self._source, stored, f"must hold {value} and nothing else, got {held.ravel()[:4]}")
         return True
+
+    def absent_names(self, name: str) -> tuple[str, ...]:
+        forms = self._names.stored_forms(name) or (name,)
+        return tuple(each for form in forms for each in absent_names(self._source, form) or (form,))
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name of the tensor with the model's name `name`. Raises KeyError for an unknown

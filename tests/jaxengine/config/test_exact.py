@@ -35,13 +35,13 @@ def test_blocks_of_keys_are_those_of_the_kernel():
     assert XlaAttention().block_kv == BLOCK_KEYS
 
 
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
+DRAFTS = {"method": "draft_model", "model": "a folder", "num_speculative_tokens": 2}
 REFUSED = {
     "tp": ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size", "given with tensor_parallel_size"),
     "dp": ({"data_parallel_size": 2}, {}, "data_parallel_size", "given with data_parallel_size"),
     "pp": ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size", "given with pipeline_parallel_size"),
     "adapters": ({"enable_lora": True}, {}, "enable_lora", "given with enable_lora"),
-    "drafts": ({"speculative_config": DRAFTS}, {}, "speculative_config", "given with speculative_config"),
+    "drafts": ({"speculative_config": DRAFTS}, {}, "speculative_config", "given with spec.*or let ngram draft"),
     "capture": ({"capture_layers": (0,)}, {}, "capture_layers", "given with capture_layers"),
     "taps": ({"capture": ("residual:0",)}, {}, "capture", "given with capture"),
     "steering": ({"steer": ("residual:0",)}, {}, "steer", "given with steer"),

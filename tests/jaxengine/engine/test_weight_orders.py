@@ -133,8 +133,8 @@ def test_a_pause_that_waits_and_is_given_up_leaves_the_others():
 def test_weights_are_switched_once_they_are_read(monkeypatch):
     may_read = threading.Event()
 
-    def read(runner, path, *, strict, chunk_bytes, stop):
-        assert may_read.wait(10)
+    def read(runner, path, *, strict, chunk_bytes, target, stop):
+        assert target == ("draft" if path == "0" else "model") and may_read.wait(10)
         return path
 
     monkeypatch.setattr(weight_orders, "read_weights", read)
@@ -142,7 +142,10 @@ def test_weights_are_switched_once_they_are_read(monkeypatch):
     weights = paused_weights()
     weights.switch = lambda new, version, kv: switched  # type: ignore[assignment]
     orders = WeightOrders(weights)
-    first, *others = (orders.read_weights(str(number), None, "keep", "drop", True) for number in range(MAX_READS))
+    with pytest.raises(RequestError, match="target is 'both'; allowed: model, draft"):
+        orders.read_weights("0", None, "keep", "drop", True, target="both")  # type: ignore[arg-type]
+    first = orders.read_weights("0", None, "keep", "drop", True, target="draft")
+    others = [orders.read_weights(str(number), None, "keep", "drop", True) for number in range(1, MAX_READS)]
     with pytest.raises(RequestError, match="still being read"):
         orders.switch_weights(first, None, "drop")
     with pytest.raises(RequestError, match="are being read or wait for their switch"):
@@ -167,7 +170,7 @@ def test_reads_that_nobody_waits_for_end(monkeypatch):
     """Readings are asked to stop, and count until they have: each has memory of its own."""
     may_end = threading.Event()
 
-    def read(runner, path, *, strict, chunk_bytes, stop):
+    def read(runner, path, *, strict, chunk_bytes, target, stop):
         while not stop():
             pass
         assert may_end.wait(10)

@@ -49,15 +49,20 @@ RUNS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-def test_however_a_rollout_runs_the_trainer_has_its_bits(make_llm, tiny_model):
-    llm: LLM = make_llm(rl_exact=True)
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize("drafts", [None, DRAFTS])
+def test_however_a_rollout_runs_the_trainer_has_its_bits(make_llm, tiny_model, drafts):
+    llm: LLM = make_llm(rl_exact=True, speculative_config=drafts)
     model, prompts = open_model(tiny_model), prompts_of(0, 6)
     params = [
         SamplingParams(temperature=index % 2, seed=index, max_tokens=9 + 5 * index, logprobs=0, ignore_eos=True)
         for index in range(len(prompts))
     ]
     before, known = compiled_programs(), {}
-    for way, (changes, alone) in RUNS.items():
+    for way in RUNS if drafts is None else ("in a batch", "preempted"):
+        changes, alone = RUNS[way]
         scheduler = use_scheduler(llm, **changes)
         parts = [slice(each, each + 1) for each in range(len(prompts))] if alone else [slice(None)]
         outputs = [own for part in parts for own in llm.generate(prompts[part], params[part], use_tqdm=False)]
@@ -73,6 +78,8 @@ def test_however_a_rollout_runs_the_trainer_has_its_bits(make_llm, tiny_model):
         known[way] = completions, rollout
     use_scheduler(llm)
     assert compiled_programs() == before
+    accepted = [each.value for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens"]
+    assert drafts is None or accepted[0] > 0
     completions, rollout = known["in a batch"]
     assert all(each == known["in a batch"] for each in known.values())
     # All in one row, one after the other.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxengine.models.weights.formats.arrays import ArraySource
-from jaxengine.runner.weights import kept_maps
+from jaxengine.runner.weights import kept_maps, sleep
 from jaxengine.runner.weights.kept_maps import then_kept_maps, with_kept_maps
 
 
-@pytest.fixture
-def stages(monkeypatch) -> list[Any]:
-    """Two stages whose leaves are a norm and a map each; the second sleeps."""
+@pytest.fixture(params=["awake", "asleep", "asleep without weights"])
+def stages(request, monkeypatch) -> list[Any]:
+    """A stage whose leaves are a norm and a map, also after it has fallen asleep at either level; one without a map."""
     sources = {"layers.0.memory.token_map": "model.layers.1.engram.token_map", "layers.0.norm.weight": "norm"}
     params = [
         SimpleNamespace(name=name, decl=SimpleNamespace(sources=[SimpleNamespace(name=source)]))
@@ -24,7 +24,14 @@ def stages(monkeypatch) -> list[Any]:
     ]
     monkeypatch.setattr(kept_maps, "declared_params", lambda model: params)
     monkeypatch.setattr(kept_maps, "abstract_leaves", lambda model, mesh: [(param.name, None) for param in params])
-    return [(None, None, [jnp.arange(3), jnp.zeros(2)]), (None, None, [None, None])]
+    leaves: list[Any] = [jnp.arange(3), jnp.zeros(2)]
+    if request.param != "awake":
+        monkeypatch.setattr(sleep, "abstract_leaves", kept_maps.abstract_leaves)
+        monkeypatch.setattr(sleep, "declared_pools", lambda model: [])
+        stage = SimpleNamespace(params=leaves, programs=SimpleNamespace(model=None, mesh=None))
+        sleep.release_weights(cast(Any, SimpleNamespace(stages=[stage])), keep=request.param == "asleep")
+        assert (leaves[1].host is None) == (request.param != "asleep")
+    return [(None, None, leaves), (None, None, [None, None])]
 
 
 def test_kept(stages):

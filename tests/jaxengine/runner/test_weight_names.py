@@ -82,6 +82,7 @@ def test_names_are_without_what_wrappers_of_modules_add():
         f"module._orig_mod.{plain}",
         "_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn.q_proj.weight",
         "base_model.model.model.layers.3.self_attn.q_proj.base_layer.weight",
+        "base_model.model.model.layers.3.self_attn.q_proj.modules_to_save.default.weight",
     ):
         assert unwrapped(name) == plain
     assert unwrapped(f"base_model.model.{plain[:-6]}lora_A.weight") == f"{plain[:-6]}lora_A.weight"  # nobody's: refused

@@ -79,7 +79,13 @@ async def test_weights_are_replaced(app, tmp_path):
         for path, fault in ((broken, "finite"), (str(tmp_path / "nowhere"), "cannot be read")):
             answer = await client.post("/update_weights", json={"path": path})
             assert answer.status_code == 400 and fault in answer.json()["error"]["message"], answer.text
-        for field, value in (("mode", "stop"), ("chunk_bytes", 0), ("chunk_bytes", 2**63), ("chunk_bytes", "many")):
+        for field, value in (
+            ("mode", "stop"),
+            ("chunk_bytes", 0),
+            ("chunk_bytes", 2**63),
+            ("chunk_bytes", "many"),
+            ("target", "draft"),
+        ):
             answer = await client.post("/update_weights", json={"path": new, field: value})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == field
         assert (await client.get("/weight_info?checksum=true")).json() == sums
@@ -289,6 +295,7 @@ async def test_the_same_over_grpc(engine, admin, tmp_path):
             (stub.Pause(pb.PauseRequest.FromString(b"\x08\x09"), **key), "mode"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(), **key), "path"),
             (stub.UpdateWeights(pb.UpdateWeightsRequest(path=new, options={"chunk_bytes": 0}), **key), "chunk_bytes"),
+            (stub.UpdateWeights(pb.UpdateWeightsRequest(path=new, options={"draft": True}), **key), "target"),
             (stub.UpdateWeightsStream(iter(parts(changed(1), chunk_bytes=-1)[:1]), **key), "chunk_bytes"),
         ):
             assert (await refusal(call))[2] == [field]

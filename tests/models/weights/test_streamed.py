@@ -260,6 +260,8 @@ SPLIT = [
     *(("phi3", f".{name}_proj.weight", False) for name in ("qkv", "gate_up")),
     *(("dbrx", f".{name}", False) for name in ("Wqkv.weight", "experts.mlp.w1")),
     ("gpt_oss", ".experts.gate_up_proj_bias", False),
+    # A part of the token table, and a head under a name of its own.
+    *(("molmo_vision", f".transformer.{name}", False) for name in ("wte.embedding", "ff_out.weight")),
 ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxengine.engine.weight_types import KVMode, PauseMode, Version
-from jaxengine.runner.weights.weight_names import check_chunk_bytes
+from jaxengine.runner.weights.weight_names import Target, check_chunk_bytes, check_target
 from jaxengine.runner.weights.weight_update import NewWeights, checksums, read_weights
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -89,16 +89,18 @@ class WeightOrders:
         kv: KVMode,
         strict: bool,
         chunk_bytes: int | None = None,
+        target: Target = "model",
     ) -> int:
         """Begin to read a folder of weights on a thread; return the read's number, the argument of `weights_are_read`.
 
-        version, mode, kv: arguments of the planned update, which are only checked here. strict, chunk_bytes: see
+        version, mode, kv: arguments of the planned update, which are only checked here. Others: see
         `LLM.update_weights`. Raises RequestError for an invalid argument, and if MAX_READS reads are running, or
-        complete but neither used nor dropped; a dropped read counts until its thread has ended. Errors of the folder
-        are raised by `weights_are_read`.
+        complete but neither used nor dropped; a dropped read counts until its thread has ended. Errors of the folder,
+        and of an engine without drafts, are raised by `weights_are_read`.
         """
         self._weights.check(version, mode, kv)
         check_chunk_bytes(chunk_bytes)
+        check_target(target)
         self.expire()
         self._ending = [each for each in self._ending if each.is_alive()]
         if len(self._reads) + len(self._ending) >= MAX_READS:
@@ -107,7 +109,7 @@ class WeightOrders:
         self._num_reads += 1
         runner = self._weights.loop.runner
         self._reads[self._num_reads] = _begin(
-            lambda stop: read_weights(runner, path, strict=strict, chunk_bytes=chunk_bytes, stop=stop)
+            lambda stop: read_weights(runner, path, strict=strict, chunk_bytes=chunk_bytes, target=target, stop=stop)
         )
         return self._num_reads
 

@@ -169,6 +169,8 @@ def test_blocks_that_layers_of_zamba_share():
 
 ROWS, STACK = np.ones((6, 3), np.float32), np.ones((2, 4, 3), np.float32)
 ALL_ROWS = CheckpointNames(joined={".qk.weight": (".q.weight", ".k.weight")})
+OWN_HEAD = CheckpointNames(prefixes=(("t.out.", "lm_head."), ("t.", "model."), ("model.words.", "model.tokens.")))
+IN_LAYERS = CheckpointNames(prefixes=(("model.layers.layers.", "model.layers."),))
 ORIGINAL, DOWN = "a.parametrizations.weight.original", "m.layers.{}.experts.down_proj"
 KEYS, VALUES, LATENT = (f"m.{name}_b_proj.weight" for name in ("k", "v", "kv"))
 
@@ -184,6 +186,17 @@ def test_a_tensor_has_the_names_of_those_that_are_stored():
         (inner, "model.missing", ["model.language_model.missing"]),
         (inner, "c.missing", ["c.missing"]),
         (inner, "d.missing", ["d.missing"]),
+        (RenamedSource(ArraySource({"t.embed": ROWS}), OWN_HEAD), "lm_head.weight", ["t.out.weight"]),
+        (RenamedSource(ArraySource({"s.embed": ROWS}), OWN_HEAD), "lm_head.weight", ["t.out.weight"]),
+        (RenamedSource(ArraySource({"model.words.b": ROWS}), OWN_HEAD), "model.tokens.a", ["model.words.a"]),
+        (RenamedSource(ArraySource({"model.a": ROWS}), OWN_HEAD), "model.tokens.a", ["model.tokens.a"]),
+        (RenamedSource(ArraySource({"model.layers.layers.0.a": ROWS}), IN_LAYERS), "model.a", ["model.a"]),
+        (
+            RenamedSource(ArraySource({"model.b": ROWS, "t.out.a": ROWS}), OWN_HEAD),
+            "model.tokens.a",
+            ["model.tokens.a"],
+        ),
+        (RenamedSource(ArraySource({"model.a": ROWS}), OWN_HEAD), "lm_head.weight", ["lm_head.weight"]),
         *((experts, f"m.layers.{layer}.experts.1.down_proj.weight", [DOWN.format(layer)]) for layer in (3, 7)),
         (SplitLatentSource(ArraySource({KEYS: STACK, VALUES: STACK.swapaxes(1, 2)})), LATENT, [KEYS, VALUES]),
         (JoinedRowsSource(ArraySource({"a.qk.weight": ROWS}), ALL_ROWS, parts), "a.k.weight", ["a.qk.weight"]),
