@@ -179,6 +179,21 @@ def share_contexts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mlir.ModuleContext, "__init__", start_sharing)
 
 
+@functools.cache
+def _traces() -> Any:
+    import jax
+
+    return jax.make_user_context(None)
+
+
+def own_traces() -> contextlib.AbstractContextManager[Any]:
+    """Trace anew, for what is traced here alone: a test has replaced code that functions within programs read.
+
+    `jax.clear_caches` would do that as well, and every later test of the process would trace and compile all it needs.
+    """
+    return _traces()(object())
+
+
 def share_programs(patch: pytest.MonkeyPatch, may_share: Callable[[], bool]) -> None:
     """Let engines share what jax remembers of functions within programs, most of them its own, and loaded programs.
 
