@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-_SECONDS = 20.0
+_SECONDS = 60.0
 
 
 def in_fork(function: Callable[[], Any]) -> str:

@@ -193,7 +193,7 @@ async def test_the_end_lets_calls_finish_and_takes_no_new_ones(chat_engine):
             count = chunk.usage.num_output_tokens
         assert count == 250 and await call.code() is grpc.StatusCode.OK
         # The watcher of our health is no reason to wait.
-        await asyncio.wait_for(ending, 5)
+        await asyncio.wait_for(ending, 30)
     await idle(chat_engine)
 
 
@@ -201,7 +201,7 @@ async def test_the_end_does_not_wait_longer_than_it_may(chat_engine):
     async with serving(chat_engine) as running, grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         call = InferenceStub(channel).GenerateStream(LONG)
         await call.read()
-        await asyncio.wait_for(running.stop(0.0), 5)
+        await asyncio.wait_for(running.stop(0.0), 30)
         assert (await refusal(call))[0] in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     await idle(chat_engine)
 

