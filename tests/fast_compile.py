@@ -179,19 +179,15 @@ def share_contexts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mlir.ModuleContext, "__init__", start_sharing)
 
 
-@functools.cache
-def _traces() -> Any:
-    import jax
-
-    return jax.make_user_context(None)
-
-
 def own_traces() -> contextlib.AbstractContextManager[Any]:
-    """Trace anew, for what is traced here alone: a test has replaced code that functions within programs read.
+    """Trace anew, as an engine does, for what is traced here alone: a test has replaced code that functions within
+    programs read.
 
     `jax.clear_caches` would do that as well, and every later test of the process would trace and compile all it needs.
     """
-    return _traces()(object())
+    from jaxengine.runner.executables.cache import _ENGINE
+
+    return _ENGINE(object())
 
 
 def share_programs(patch: pytest.MonkeyPatch, may_share: Callable[[], bool]) -> None:

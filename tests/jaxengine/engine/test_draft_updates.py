@@ -20,8 +20,8 @@ NUM_TOKENS = 16
 
 @pytest.fixture(scope="module")
 def llm(tiny_options):
-    """Drafted by the model itself, so that every draft is right while both have the same weights. Its programs are those
-    of an engine of test_offload.py.
+    """Drafted by the model itself, so that every draft is right while both have the same weights. Its programs are
+    those of an engine of test_offload.py.
     """
     drafts = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 1}
     sizes = {"max_model_len": 64, "num_gpu_blocks_override": 40}
