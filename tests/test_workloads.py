@@ -137,7 +137,7 @@ def test_a_mixed_crowd_is_seeded(llm):
     """Seeded sampling with the real vocabulary: alone, and among others, after preemption."""
     # Short prompts that outgrow the pool together: what would not fit as it is known is not admitted.
     prompts = [{"prompt_token_ids": list(prompt[:14])} for prompt in recorded("W2").prompts[:8]]
-    params = [SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=i, max_tokens=12) for i in range(8)]
+    params = [SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=i, max_tokens=20) for i in range(8)]
 
     def tokens(outputs):
         return [output.outputs[0].token_ids for output in outputs]
