@@ -97,7 +97,7 @@ def test_all_at_once(llm, name, mode, thorough):
     assert (scheduler.num_prefix_hits > 0) == (name == "W3" and scheduler.config.enable_prefix_caching)
 
 
-@pytest.mark.thorough("the mixed crowd below is preempted; tiny models are, in every test of tests/jaxengine/engine")
+@pytest.mark.thorough("the mixed crowd below is preempted, and tiny models are in many tests of engines")
 def test_constant_preemption(llm, report, monkeypatch):
     """Pools that hold a few of the requests: whoever is preempted is computed again, and says the same."""
     # Admission that keeps nothing back for those that run, or few would be preempted.
