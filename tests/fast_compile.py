@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -30,6 +31,9 @@ _MOST_KEPT, _LEAST_KEPT = 100, 4096
 _SHARED_TRACES = "engines of the tests"
 # Modules that are lowered in one context, which keeps their constants as long as one of them lives.
 _MODULES_OF_CONTEXT = 100
+# Samplers over the vocabulary of a real tokenizer draw a number for each of its tokens: unoptimised, a step of eight
+# rows takes 20 ms longer, so that some fifty steps pay for optimising the machine code.
+_LARGE_SAMPLER = re.compile(r"\Amodule @jit_sample\w* .*?tensor<\d+x\d{5,}xf32>", re.DOTALL)
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
@@ -81,6 +85,8 @@ class _Compiled:
         text = "" if host_callbacks else module.operation.get_asm(enable_debug_info=False)
         if len(text) < _LEAST_KEPT:
             return self._compile_and_load(backend, module, devices, options, host_callbacks)
+        if _LARGE_SAMPLER.match(text):
+            options.executable_build_options.debug_options.xla_backend_optimization_level = 1
         key = hashlib.sha256(text.encode()).hexdigest(), str(devices), str(options.SerializeAsString())
         made, may_be_stored = self._found.get(key), _is_an_engines()
         if made is None or (may_be_stored and id(made) not in self._payloads):
@@ -171,6 +177,17 @@ def share_contexts(patch: pytest.MonkeyPatch) -> None:
         start(self, context=context or _CONTEXTS.next(mlir.make_ir_context), **kwargs)
 
     patch.setattr(mlir.ModuleContext, "__init__", start_sharing)
+
+
+def own_traces() -> contextlib.AbstractContextManager[Any]:
+    """Trace anew, as an engine does, for what is traced here alone: a test has replaced code that functions within
+    programs read.
+
+    `jax.clear_caches` would do that as well, and every later test of the process would trace and compile all it needs.
+    """
+    from jaxengine.runner.executables.cache import _ENGINE
+
+    return _ENGINE(object())
 
 
 def share_programs(patch: pytest.MonkeyPatch, may_share: Callable[[], bool]) -> None:

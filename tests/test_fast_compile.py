@@ -78,6 +78,34 @@ def test_engines_share_traces_but_for_those_of_a_users_family():
     assert num_traces(type("Own", (), {})) == num_traces(unused=frozenset({("matmul", "cuda")})) == 2
 
 
+def test_replaced_code_is_traced_anew_and_leaves_no_trace():
+    traced, answers = [], [1, 2, 1]
+
+    @jax.jit
+    def within(x):
+        traced.append(x)
+        return x + answers[len(traced) - 1]
+
+    def run() -> float:
+        return float(jax.jit(lambda x: within(x))(1.0))
+
+    first = run()
+    with fast_compile.own_traces():
+        second = run()
+    assert (first, second, run()) == (2, 3, 2) and len(traced) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "level"), [("sample_rows", "8x49152", 1), ("sample_rows", "8x128", 0), ("forward", "8x49152", 0)]
+)
+def test_samplers_over_whole_vocabularies_are_optimised(name, shape, level):
+    debug = SimpleNamespace(xla_backend_optimization_level=0)
+    given = SimpleNamespace(SerializeAsString=bytes, executable_build_options=SimpleNamespace(debug_options=debug))
+    text = f"module @jit_{name} attributes {{}} {{\n func @main(%x: tensor<{shape}xf32>) {{" + " " * 5000
+    _Compiled(lambda *_: object()).get("cpu", module(text), [0], given, [])
+    assert debug.xla_backend_optimization_level == level
+
+
 def num_loads(folder: str) -> int:
     """How often a stored program is loaded for two engines."""
     shape, found = jax.ShapeDtypeStruct((2,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0])), []

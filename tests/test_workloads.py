@@ -97,19 +97,19 @@ def test_all_at_once(llm, name, mode, thorough):
     assert (scheduler.num_prefix_hits > 0) == (name == "W3" and scheduler.config.enable_prefix_caching)
 
 
-def test_constant_preemption(llm, report, thorough, monkeypatch):
+@pytest.mark.thorough("the mixed crowd below is preempted, and tiny models are in many tests of engines")
+def test_constant_preemption(llm, report, monkeypatch):
     """Pools that hold a few of the requests: whoever is preempted is computed again, and says the same."""
     # Admission that keeps nothing back for those that run, or few would be preempted.
     monkeypatch.setattr(Rank, "num_reserved", property(lambda self: self._num_promised))
     crowd, preemptions = many_short_ones(), {}
-    cases = [(crowd, 9, True)]
-    if thorough:
-        cases += [
-            (crowd, 16, False),
-            (recorded("W2"), 56, True),
-            (recorded("W2"), 56, False),
-            (recorded("W3"), 70, True),
-        ]
+    cases = [
+        (crowd, 9, True),
+        (crowd, 16, False),
+        (recorded("W2"), 56, True),
+        (recorded("W2"), 56, False),
+        (recorded("W3"), 70, True),
+    ]
     for workload, num_pages, caching in cases:
         scheduler = use_scheduler(llm, num_pages=num_pages, enable_prefix_caching=caching)
         check(llm, workload)

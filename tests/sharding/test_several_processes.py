@@ -19,7 +19,7 @@ from jaxengine.runner.start.devices import choose_devices
 
 ROOT = Path(__file__).parents[2]
 RANKS_AND_HEADS = ("dense", {"tensor_parallel_size": 2, "data_parallel_size": 2})
-FEWEST = ("dense", {"tensor_parallel_size": 2})
+FEWEST = ("dense", {"tensor_parallel_size": 2, "hf_overrides": {"num_hidden_layers": 1}})
 # Compiling is what takes the time, so these only with --thorough: heads over both processes, and all kinds at once,
 # ranks and experts over both, stages whose hidden states stay in one.
 STAGES = {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2}

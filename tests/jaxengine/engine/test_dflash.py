@@ -4,6 +4,7 @@ says next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from tests.jaxengine.engine.test_logprobs import assert_scored_as_recorded
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
 from tests.models.conftest import load_recorded
 from tests.models.layers.test_dflash import loaded, read
-from tests.models.layers.test_eagle3 import one_sequence, pool_of
+from tests.models.layers.test_eagle3 import NUM_PAGES, PAGE_SIZE, one_sequence, pool_of
 from tests.sharding.parallel_cases import OPTIONS
 
 NUM_DRAFTS, NUM_TOKENS = 2, 15
+PADDED = NUM_PAGES * PAGE_SIZE  # tokens of a prompt with its answer, so that one program reads them all
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
 
 
@@ -38,37 +40,49 @@ def continued(name: str) -> list[tuple[list[int], list[int]]]:
         return [(golden[f"token_ids_{at}"].tolist(), golden[f"greedy_{at}"][:NUM_TOKENS].tolist()) for at in range(2)]
 
 
-def made(head: Any, name: str, streams: np.ndarray, tokens: np.ndarray, first: int) -> np.ndarray:
-    """[n, NUM_DRAFTS, D], what a head makes of each block that begins at one of `tokens` from the first-th on, in the
-    places of its drafts. streams: what it reads of all tokens."""
+def maker(head: Any, name: str) -> Callable[[np.ndarray, int], np.ndarray]:
+    """A function of i32[n] tokens of the model and a number of tokens before: [n - before - NUM_DRAFTS, NUM_DRAFTS, D],
+    what a head makes of each block that begins at a later token, in the places of its drafts.
+    """
     graph, state = nnx.split(head)
     model_graph, model_state = nnx.split(load_recorded(name).model)
     masks = [head.sizes.mask_token] * (NUM_DRAFTS - head.sizes.from_anchor)
 
     @jax.jit
-    def run(state, lent, block, start):
+    def write(state, lent, tokens):
+        """What the head keeps of the model's tokens; nothing sees those that a prompt is padded with."""
         head, model = nnx.merge(graph, state), nnx.merge(model_graph, lent)
-        kv = head.write(one_sequence(jnp.zeros(len(streams), jnp.int32), jnp.int32(0)), pool_of(head), streams)
+        capture = Capture(head.sizes.streams)
+        batch = one_sequence(tokens, jnp.int32(0))
+        model(batch._replace(sections={"capture": capture}), pool_of(model))
+        nothing = one_sequence(jnp.zeros(len(tokens), jnp.int32), jnp.int32(0))
+        return head.write(nothing, pool_of(head), capture.joined())
+
+    @jax.jit
+    def run(state, lent, kv, block, start):
+        head, model = nnx.merge(graph, state), nnx.merge(model_graph, lent)
         return head(one_sequence(block, start), kv, head.embeddings(block, model))[0][-NUM_DRAFTS:]
 
-    starts = range(first, len(tokens) - NUM_DRAFTS)
-    return np.stack([run(state, model_state, jnp.asarray([tokens[at], *masks]), jnp.int32(at)) for at in starts])
+    def made(tokens: np.ndarray, before: int) -> np.ndarray:
+        kv = write(state, model_state, jnp.asarray(np.pad(tokens, (0, PADDED - len(tokens)))))
+        blocks = [(jnp.asarray([tokens[at], *masks]), at) for at in range(before, len(tokens) - NUM_DRAFTS)]
+        return np.stack([run(state, model_state, kv, block, jnp.int32(at)) for block, at in blocks])
+
+    return made
 
 
 def fitted(folder: Path, name: str) -> str:
     """A head whose LM head says what a model does in `continued`, by least squares over what its layers make."""
-    model, config = load_recorded(name).model, load_recorded(name).config
+    config = load_recorded(name).config
     raw, stored = read(name)
     for layer in range(raw["num_hidden_layers"]):  # what attention finds decides
         stored[f"layers.{layer}.self_attn.o_proj.weight"] *= 8
     folder.mkdir()
     head = loaded(folder, raw, stored, name, config)
-    features, wanted, before = [], [], []
+    made, features, wanted, before = maker(head, name), [], [], []
     for prompt, more in continued(name):
-        tokens, capture = np.asarray([*prompt, *more], np.int32), Capture(head.sizes.streams)
-        batch = one_sequence(jnp.asarray(tokens), jnp.int32(0))
-        model(batch._replace(sections={"capture": capture}), pool_of(model))
-        found = made(head, name, np.asarray(capture.joined()), tokens, len(prompt))
+        tokens = np.asarray([*prompt, *more], np.int32)
+        found = made(tokens, len(prompt))
         features += [*found.reshape(-1, found.shape[2])]
         drafts = [len(prompt) + at + 1 + draft for at in range(len(found)) for draft in range(NUM_DRAFTS)]
         wanted += [*tokens[drafts]]

@@ -87,6 +87,7 @@ def options(tmp_path_factory, executables_dir):
         "model": make_folder(tmp_path_factory.mktemp("target")),
         "compile_cache_dir": executables_dir,
         "num_gpu_blocks_override": 40,
+        "enable_trace_replay": True,  # as the engines of test_speculation.py, which have the plain one's programs
     }
 
 

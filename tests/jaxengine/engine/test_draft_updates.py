@@ -20,9 +20,12 @@ NUM_TOKENS = 16
 
 @pytest.fixture(scope="module")
 def llm(tiny_options):
-    """Drafted by the model itself, so that every draft is right while both have the same weights."""
+    """Drafted by the model itself, so that every draft is right while both have the same weights. Its programs are
+    those of an engine of test_offload.py.
+    """
     drafts = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 1}
-    with LLM(**tiny_options | {"max_model_len": 48, "max_num_seqs": 4, "speculative_config": drafts}) as llm:
+    sizes = {"max_model_len": 64, "num_gpu_blocks_override": 40}
+    with LLM(**tiny_options | sizes | {"speculative_config": drafts}) as llm:
         force(llm, 2)  # whether drafts pay on this machine is not what is asked
         yield llm
 

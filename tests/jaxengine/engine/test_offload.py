@@ -21,7 +21,7 @@ from tests.jaxengine.engine.test_speculation import force
 from tests.sharding.parallel_cases import OPTIONS
 
 MODELS = TINY_CHECKPOINT.parent
-SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 64, "max_num_seqs": 4, "kv_offloading_size": 0.05}
+SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 64, "kv_offloading_size": 0.05}
 KIND = pytest.mark.thorough("another kind of page")
 
 
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_an_engine_without(make_llm, plain_tokens):
 
 def test_a_draft_model_finds_its_pages(make_llm, plain_tokens):
     """One that is the model itself is always right, unless it reads what it has not written."""
-    chosen = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 2}
+    chosen = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 1}
     llm = make_llm(**SMALL, speculative_config=chosen)
     found, drafts = passes(llm), llm.core.engine.extensions.by_name["drafts"].stats
     assert found["tokens"] == plain_tokens and found["equal"] == [True, True]

@@ -11,7 +11,7 @@ from jaxengine.requests.params.repetition import RepetitionDetectionParams
 from jaxengine.requests.params.sampling_params import RequestOutputKind
 from jaxengine.scheduler.base.request import FinishReason
 from tests.conftest import use_scheduler
-from tests.jaxengine.engine.test_logprobs import DRAFTS, ENGINES, prompts_of
+from tests.jaxengine.engine.test_logprobs import ENGINES, prompts_of
 
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={5: 3.0, 6: 3.0})
 
@@ -26,7 +26,7 @@ def end_of(token_ids: list[int], params: RepetitionDetectionParams, least: int =
 def test_a_repetition_ends_an_output(make_llm):
     """Beside others, with drafts, which propose what repeats."""
     prompts = prompts_of(7)
-    for options in (ENGINES["raw"], {"speculative_config": DRAFTS}):
+    for options in ENGINES.values():
         llm: LLM = make_llm(**options)
         use_scheduler(llm)
         whole = [output.outputs[0].token_ids for output in llm.generate(prompts, LONG, use_tqdm=False)]

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from tests.jaxengine.server.conftest import chat_model, chat_options
+from tests.jaxengine.server.conftest import chat_model, chat_options, compiling
 
 __all__ = ["chat_model", "chat_options"]
 
 
 @pytest.fixture(scope="session")
-def chat_llm(chat_options):
+def chat_llm(chat_options, pytestconfig):
     from jaxengine import LLM
 
-    with LLM(**chat_options) as llm:
+    with compiling(pytestconfig):
+        llm = LLM(**chat_options)
+    with llm:
         yield llm
 
 
 @pytest.fixture(scope="session")
-def step_by_step(chat_options):
+def step_by_step(chat_options, pytestconfig):
     """The same with no step ahead."""
     from jaxengine import LLM
 
-    with LLM(**chat_options, async_scheduling=False) as llm:
+    with compiling(pytestconfig):
+        llm = LLM(**chat_options, async_scheduling=False)
+    with llm:
         yield llm

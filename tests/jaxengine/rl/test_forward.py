@@ -30,6 +30,7 @@ from jaxengine.pallas_kernels.attention import unpaged
 from jaxengine.rl import forward, hidden_states, log_probs
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
+from tests.fast_compile import own_traces
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.rl.float64 import in_float64
 from tests.models.conftest import CHECKPOINTS, load_recorded
@@ -209,11 +210,9 @@ def test_layers_computed_again_and_blocks_of_queries_change_nothing(name, monkey
     rows, params = packed(case), nnx.state(case.model)
     (value, _), grads = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows), has_aux=True))(params)
     monkeypatch.setattr(unpaged, "BLOCK", 32)
-    jax.clear_caches()
     computed_again = jax.checkpoint(partial(loss_of_last, case=case, rows=rows, remat=True))
-    again = jax.jit(jax.value_and_grad(computed_again, has_aux=True))
-    (other, _), others = again(params)
-    jax.clear_caches()
+    with own_traces():
+        (other, _), others = jax.jit(jax.value_and_grad(computed_again, has_aux=True))(params)
     np.testing.assert_allclose(value, other, rtol=1e-6)
     for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
         assert np.abs(one - two).max() <= TOLERANCE * max(np.abs(one).max(), 1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -95,10 +94,8 @@ def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch,
         return update(kv, rounded(k, k_scale), rounded(v, v_scale), slots, schedule=schedule)
 
     monkeypatch.setattr(attention, "kv_cache_update", rounding_update)
-    jax.clear_caches()  # layers are traced once
     expected = prompt_logprobs(make(compile_cache_dir=""))
     monkeypatch.undo()
-    jax.clear_caches()
     assert np.abs(expected - prompt_logprobs(plain)).max() > 0.1
     np.testing.assert_allclose(prompt_logprobs(llm), expected, atol=1e-3)
     assert 4 * llm.core.runner.plan.page_bytes == plain.core.runner.plan.page_bytes
@@ -126,10 +123,8 @@ def test_logprobs_are_those_of_keys_and_values_rounded_token_by_token(make, plai
         return update(kv, rounded(k), rounded(v), slots, schedule=schedule)
 
     monkeypatch.setattr(attention, "kv_cache_update", rounding_update)
-    jax.clear_caches()  # layers are traced once
     expected = prompt_logprobs(make(compile_cache_dir=""))
     monkeypatch.undo()
-    jax.clear_caches()
     use_scheduler(llm)
     exact, got = prompt_logprobs(plain), prompt_logprobs(llm)
     np.testing.assert_allclose(got, expected, atol=1e-3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 
 import pytest
 
+from tests.fast_compile import fast_compile
 from tests.jaxengine.server.server_process import ServerProcess, start_server
 from tests.kept import Kept
 
@@ -64,12 +66,18 @@ def chat_options(chat_model, executables_dir) -> dict:
     return {**CHAT_OPTIONS, "model": chat_model, "compile_cache_dir": executables_dir}
 
 
+def compiling(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """How engines of a session compile, which are there before `compile_mode` of a file: their servers do likewise."""
+    return contextlib.nullcontext() if config.getoption("--optimised") else fast_compile()
+
+
 @pytest.fixture(scope="session")
-def chat_engine(chat_options):
+def chat_engine(chat_options, pytestconfig):
     """An engine in this process, for tests of what stands in front of one."""
     from jaxengine import AsyncLLM
 
-    engine = AsyncLLM(**chat_options)
+    with compiling(pytestconfig):
+        engine = AsyncLLM(**chat_options)
     yield engine
     engine.shutdown()
 

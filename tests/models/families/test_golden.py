@@ -29,6 +29,11 @@ def padded(count: int) -> int:
     return -(-count // 40) * 40
 
 
+def step_size(case) -> int:
+    """Tokens of every step of a checkpoint: one shape, with room for its longest prompt."""
+    return padded(max(map(len, case.prompts)))
+
+
 def architecture(name: str) -> str:
     return read_hf(read_config_json(CHECKPOINTS / name)).architecture
 
@@ -117,25 +122,26 @@ def test_weights_of_families_computed_as_others_load(name, recorded):
 def test_whole_prompt(case, paged_run):
     run = paged_run(case.model)
     for index, prompt in enumerate(case.prompts):
-        logits = run.step({str(index): prompt}, num_tokens=padded(len(prompt)))[str(index)]
+        logits = run.step({str(index): prompt}, num_tokens=step_size(case))[str(index)]
         assert_close(logits, case.logits[index])
 
 
 def test_prefill_in_chunks_then_decode(case, paged_run):
     run, prompt = paged_run(case.model), case.prompts[0]
     chunks = [chunk for chunk in np.split(prompt[:-8], [7, 8, len(prompt) - 11]) if len(chunk)]
-    parts = [run.step({"a": chunk}, num_tokens=padded(len(chunk)))["a"] for chunk in chunks]
-    parts += [run.step({"a": token[None]}, num_tokens=padded(2))["a"] for token in prompt[-8:]]
+    parts = [run.step({"a": chunk}, num_tokens=step_size(case))["a"] for chunk in chunks]
+    parts += [run.step({"a": token[None]}, num_tokens=step_size(case))["a"] for token in prompt[-8:]]
     assert_close(np.concatenate(parts), case.logits[0])
 
 
 def test_two_sequences_at_different_stages(case, paged_run):
     run, (long, short) = paged_run(case.model), case.prompts
     a, b = len(long) - 9, len(short) - 3
-    first = run.step({"long": long[:a]}, num_tokens=padded(a))["long"]
-    mixed = run.step({"long": long[a : a + 1], "short": short[:b]}, num_tokens=padded(1 + b))
+    first = run.step({"long": long[:a]}, num_tokens=step_size(case))["long"]
+    mixed = run.step({"long": long[a : a + 1], "short": short[:b]}, num_tokens=step_size(case))
     decode = [
-        run.step({"short": short[b + i :][:1], "long": long[a + 1 + i :][:1]}, num_tokens=padded(2)) for i in range(3)
+        run.step({"short": short[b + i :][:1], "long": long[a + 1 + i :][:1]}, num_tokens=step_size(case))
+        for i in range(3)
     ]
     assert_close(np.concatenate([first, mixed["long"], *(d["long"] for d in decode)]), case.logits[0][: a + 4])
     assert_close(np.concatenate([mixed["short"], *(d["short"] for d in decode)]), case.logits[1])

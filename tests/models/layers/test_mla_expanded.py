@@ -30,6 +30,7 @@ from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.quantization.base.plain import PlainWeight
 from jaxengine.pallas_kernels.attention.op import RaggedBatch, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc, import_pages
+from tests.fast_compile import own_traces
 
 LATENT = Latent(kv_lora_rank=32, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=1)
 ATTENTION = LayerAttention(num_heads=4, num_kv_heads=1, head_dim=34, rope=None, latent=LATENT)
@@ -96,8 +97,7 @@ def test_steps_that_hold_such_rows_have_them(monkeypatch, name, expected):
     (stage,) = open_stages(model_config("deepseek-v3:1"), config, PLATFORMS["cpu"], jax.devices()[:1])
     bucket = next(bucket for bucket in stage.buckets(short=False) if str(bucket).startswith(name))
     program = stage.forward(bucket, 64)
-    jax.clear_caches()  # layers are traced once
-    with jax.set_mesh(program.mesh):
+    with own_traces(), jax.set_mesh(program.mesh):
         jax.eval_shape(program.function, *program.arguments)
     assert seen == ([(1024, 128, 128)] if expected else [])
 

@@ -26,7 +26,7 @@ ROW_BYTES = 6 * 32 * 4
 
 @pytest.fixture(scope="module")
 def engine(chat_options):
-    sizes = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}, "max_num_seqs": 4}
+    sizes = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
     own = {"capture": ["residual:*", "mlp_output:1"], "capture_layers": [0, -1], "max_num_batched_tokens": 32}
     engine = AsyncLLM(**chat_options | sizes | own)
     yield engine
