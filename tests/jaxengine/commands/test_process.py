@@ -118,10 +118,11 @@ import signal, time
 from jaxengine.commands import process
 
 def run():
-    signal.signal(signal.SIGINT, lambda *_: print("drains"))
+    told = []
+    signal.signal(signal.SIGINT, lambda *_: told.append(print("drains")))
     print("begun")
-    end = time.monotonic() + 3
-    while time.monotonic() < end:
+    end = time.monotonic() + 60
+    while not told and time.monotonic() < end:
         time.sleep(0.1)
     return 7
 

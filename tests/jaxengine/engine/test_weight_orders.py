@@ -134,7 +134,7 @@ def test_weights_are_switched_once_they_are_read(monkeypatch):
     may_read = threading.Event()
 
     def read(runner, path, *, strict, chunk_bytes, target, stop):
-        assert target == ("draft" if path == "0" else "model") and may_read.wait(10)
+        assert target == ("draft" if path == "0" else "model") and may_read.wait(60)
         return path
 
     monkeypatch.setattr(weight_orders, "read_weights", read)
@@ -173,7 +173,7 @@ def test_reads_that_nobody_waits_for_end(monkeypatch):
     def read(runner, path, *, strict, chunk_bytes, target, stop):
         while not stop():
             pass
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         raise WeightUpdateError("given up")
 
     monkeypatch.setattr(weight_orders, "read_weights", read)

@@ -356,7 +356,7 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     assert failure == GrammarFailure(slow[0], True, "took more than 0.2 s for the mask of one token")
     monkeypatch.undo()
     take_mask(worker, other[0], other[1])
-    assert process.process.wait(5) == -signal.SIGKILL and worker._process is not process
+    assert process.process.wait(60) == -signal.SIGKILL and worker._process is not process
     go_on(worker, *other)
     go_on(worker, *idle)
 
@@ -382,7 +382,7 @@ def test_a_killed_process_is_replaced_and_nobody_fails(worker, keys):
     for _ in range(2):  # not at the first time, and not where another one is at work at the second
         waiting, idle = idle, waiting
         worker._process.process.kill()
-        worker._process.process.wait(5)
+        worker._process.process.wait(60)
         go_on(worker, *waiting, token="d")
     go_on(worker, *idle, token="d")
 
@@ -394,7 +394,7 @@ def test_who_ends_the_process_twice_fails(worker, keys):
     for _ in range(2):
         assert guilty[0] in worker._sequences
         worker._process.process.kill()
-        worker._process.process.wait(5)
+        worker._process.process.wait(60)
         while worker._process is not None and worker._process.process.poll() is not None:
             worker.wait(0.01)
         worker._is_ready = True  # as if it had begun with the first sequence already

@@ -31,7 +31,7 @@ def test_a_process_that_ends_before_it_is_ready_is_started_once_more(keys, ends)
     for _ in range(ends):
         lost = worker._process
         lost.process.kill()
-        lost.process.wait(5)
+        lost.process.wait(60)
         while worker._process is lost:
             worker.wait(0.01)
     if ends == 2:
@@ -49,7 +49,7 @@ def test_the_process_ends_with_its_parent(keys):
     advanced(worker, keys)
     process = worker._process
     process._connection.close()
-    assert process.process.wait(5) == 0
+    assert process.process.wait(60) == 0
 
 
 @pytest.mark.parametrize(("tokenizer", "ends"), [("{}", [3]), ("byte", []), ("byte", [10**6])])

@@ -89,7 +89,7 @@ async def test_the_event_loop_has_its_turn_while_a_large_picture_is_read(loader,
 
 async def test_there_may_wait_so_many(loader, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(module, "read_image", lambda *_: go.wait(20))
+    monkeypatch.setattr(module, "read_image", lambda *_: go.wait(60))
     monkeypatch.setattr(module, "_MAX_WAITING", 3)
     first = asyncio.create_task(loader.load(parts(1, 2, 3, 4)))
     await asyncio.sleep(0.01)
@@ -101,7 +101,7 @@ async def test_there_may_wait_so_many(loader, monkeypatch):
     with pytest.raises(OverloadedError):
         await loader.load(parts(5, 6))  # two run still, though nobody waits for them
     go.set()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while loader._num_waiting.total() and time.monotonic() < deadline:
         await asyncio.sleep(0.005)
     assert (await loader.load(parts(7)))["image"] == [True]

@@ -96,7 +96,7 @@ class Connection:
         await self.ended()
 
     async def ended(self) -> None:
-        await asyncio.wait_for(self._task, 10)
+        await asyncio.wait_for(self._task, 60)
 
     async def cancel(self) -> None:
         self._task.cancel()

@@ -119,7 +119,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def _poll(look: Any, what: str, seconds: float = 20.0) -> Any:
+def _poll(look: Any, what: str, seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while (found := look()) is None:
         assert time.monotonic() < deadline, f"there was not {what} within {seconds} s"

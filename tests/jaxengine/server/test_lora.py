@@ -170,7 +170,7 @@ async def test_the_error_of_a_search_without_callers_is_no_asyncio_error(monkeyp
 
     def fails(self, name):
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         raise ConfigError("lora_dirs", name, "nothing")
 
     monkeypatch.setattr(adapter_sources.AdapterSources, "_path_of", fails)

@@ -56,7 +56,7 @@ def test_a_process_that_has_ended_is_replaced(renderer):
     for each in renderer._idle.queue:
         if each._process is not None:
             each._process.process.kill()
-            each._process.process.wait(10)
+            each._process.process.wait(60)
     assert renderer.render("{{ 2 }}", {}) == "2"
 
 
@@ -95,4 +95,4 @@ def test_processes_end_with_what_they_belong_to():
     (process,) = [each._process.process for each in renderer._idle.queue if each._process is not None]
     del renderer
     gc.collect()
-    assert process.wait(10) is not None
+    assert process.wait(60) is not None

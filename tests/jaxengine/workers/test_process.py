@@ -35,7 +35,7 @@ def test_a_worker_heeds_neither_the_terminals_signals_nor_forks(capfd):
     worker.send(Render(packed("Hello {{ name }}"), packed('{"name": "you"}')))
     assert _answer(worker) == Rendered(packed("Hello you"))
     worker.kill()
-    worker.process.wait(10)
+    worker.process.wait(60)
     # gRPC, which other tests of this process may have started, says that it does not follow forks.
     assert [line for line in capfd.readouterr().err.splitlines() if "fork_posix.cc" not in line] == []
 

@@ -78,7 +78,7 @@ class _WithMetadata:
 
 async def idle(engine: Any) -> None:
     """Waits until the engine runs nothing and all its pages are free again; fails after ten seconds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             status = await engine.utility("status")
             counts = dict(zip(status["pages"]["states"], status["pages"]["counts"], strict=True))

@@ -65,7 +65,7 @@ async def opened(port, sent=b""):
 
 async def ended(reader):
     """All that came before the server closed the connection."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionError):
             return await reader.read()
     return b""
@@ -73,7 +73,7 @@ async def ended(reader):
 
 async def answered(port):
     reader, writer = await opened(port, HEALTH)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         line = await reader.readline()
     writer.close()
     return line.startswith(b"HTTP/1.1 200")
@@ -137,7 +137,7 @@ async def test_a_request_arrives_with_its_headers():
         size = int(head.lower().partition(b"content-length: ")[2].split()[0])
         return begun, float(await reader.readexactly(size)), sent
 
-    async with listening() as port, asyncio.timeout(20):
+    async with listening() as port, asyncio.timeout(60):
         connection = await opened(port)
         times = [*await ask(*connection), *await ask(*connection)]
         connection[1].close()
@@ -260,7 +260,7 @@ async def test_a_client_that_sends_too_much_reads_why():
     ):
         async with listening(LimitsMiddleware(answering, 1 << 12, most, 20.0)) as port:
             reader, writer = await opened(port, b"POST /size HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n%b" % (head, sent))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await writer.drain()
             assert b" 413 " in (answer := await ended(reader)) or b" 431 " in answer
             writer.close()

@@ -50,7 +50,7 @@ async def idle(engine):
     raise AssertionError("pages were not given back")
 
 
-async def until(condition, seconds=20.0):
+async def until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

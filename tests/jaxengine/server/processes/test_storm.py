@@ -69,7 +69,7 @@ def small_engine(chat_options):
     engine.shutdown()
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=60.0):
     """Waits for what happens after the last client has gone."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
