@@ -21,20 +21,31 @@ from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.cohere_asr import ENCODER, PROJECTION, CohereAsrTowerConfig, read_cohere_asr_tower
-from jaxengine.models.sound.fast_conformer import CONVOLUTIONS
+from jaxengine.models.sound.fast_conformer import CONVOLUTIONS, SUBSAMPLING
 
 LAYER = "model.layers.{layer}"
 _EPS = 1e-5
 _DECODER = "transf_decoder"
 _POSITIONS, _EMBEDDING_NORM = "model.positions.weight", "model.embedding_norm"
 _PROJECTIONS = ("query_net", "key_net", "value_net")
-# Modules of transformers' class, which adapters name -> those of files.
+# Modules of a layer of transformers' class, which adapters and trainers name -> those of files.
 _MODULES = {
     f"{own}.{part}_proj": f"{stored}_sub_layer.{name}"
     for own, stored in (("self_attn", "first"), ("encoder_attn", "second"))
     for part, name in zip("qkvo", (*_PROJECTIONS, "out_projection"), strict=True)
 }
 _MODULES |= {"mlp.fc1": "third_sub_layer.dense_in", "mlp.fc2": "third_sub_layer.dense_out"}
+_NORMS = ("input_layernorm", "post_attention_layernorm", "final_layernorm")
+_MODULES |= {own: f"layer_norm_{number}" for number, own in enumerate(_NORMS, 1)}
+_TOWER_MODULES = {
+    **{
+        f"self_attn.{own}_proj": f"self_attn.linear_{stored}"
+        for own, stored in zip("qkvo", ("q", "k", "v", "out"), strict=True)
+    },
+    "self_attn.relative_k_proj": "self_attn.linear_pos",
+    **{f"self_attn.bias_{part}": f"self_attn.pos_bias_{part}" for part in "uv"},
+    "conv.norm": "conv.batch_norm",
+}
 # transformers' defaults of fields that a file lacks.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 16384,
@@ -110,11 +121,21 @@ class CohereAsrForConditionalGeneration(WhisperForConditionalGeneration):
                     ("_embedding.layer_norm.", f"{_EMBEDDING_NORM}."),
                 )
             ),
+            # As transformers has them in memory.
+            (f"model.{ENCODER}.subsampling.layers.", f"{ENCODER}.{SUBSAMPLING}.conv."),
+            (f"model.{ENCODER}.subsampling.linear.", f"{ENCODER}.{SUBSAMPLING}.out."),
+            ("model.decoder.embed_tokens.", "model.embed_tokens."),
+            ("model.decoder.pos_emb.weight", _POSITIONS),
+            ("model.decoder.embedding_layernorm.", f"{_EMBEDDING_NORM}."),
+            ("model.decoder.layers.", "model.layers."),
+            ("model.decoder.norm.", "model.norm."),
+            ("model.decoder.proj.", f"{PROJECTION}."),
+            ("proj_out.", "lm_head."),
             *((f"model.{part}.", f"{part}.") for part in (ENCODER, PROJECTION)),
             ("log_softmax.mlp.layer0.", "lm_head."),
-            ("model.decoder.layers.", "model.layers."),
         ),
-        suffixes=tuple((f".{own}.weight", f".{stored}.weight") for own, stored in _MODULES.items()),
+        parts=tuple((f".{own}", f".{stored}") for own, stored in _MODULES.items()),
+        tower_parts=tuple((f".{own}", f".{stored}") for own, stored in _TOWER_MODULES.items()),
         unused=("preprocessor.featurizer.", "model.preprocessor.featurizer."),
         unused_ends=(".num_batches_tracked",),
         tower=(f"{ENCODER}.", f"{PROJECTION}."),

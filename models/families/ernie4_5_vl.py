@@ -31,6 +31,7 @@ from jaxengine.models.vision.ernie4_5_vl import RESAMPLER, read_ernie4_5_vl
 from jaxengine.models.vision.qwen2_vl import VISUAL
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
+_CORRECTION = "moe_statics.e_score_correction_bias"
 _SECTIONS, _TIME_PAIRS = [22, 22, 20], 20
 
 
@@ -43,7 +44,7 @@ class ErnieVLExperts(MixtureOfExperts):
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         """Declare the correction bias as f32[1, E]. source: not used."""
-        tensor = Source(f"{LAYER}.mlp.moe_statics.e_score_correction_bias", 1, first=self.row, tensor_rows=2)
+        tensor = Source(f"{LAYER}.mlp.{_CORRECTION}", 1, first=self.row, tensor_rows=2)
         return declare((1, num_experts), jnp.float32, ParamDecl((None, None), (tensor,), init_std=0.02))
 
 
@@ -109,9 +110,10 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
             (".mlp.text_moe.experts", ".mlp.experts"),
             (".mlp.text_moe.gate", ".mlp.gate"),
             (".mlp.vision_moe.", ".mlp.image."),
-            *((f"_linear.fc{new}", f"_linear.{old}") for new, old in ((1, 0), (2, 2))),
+            *((f"_linear.{new}", f"_linear.{old}") for new, old in (("fc1", 0), ("fc2", 2), ("ln", 3))),
         ),
-        transposed=(".mlp.gate.weight", ".mlp.image.gate.weight"),
+        transposed=(".mlp.gate.weight", ".mlp.gate.weight_1"),  # but not in memory
+        joined={f".mlp.{_CORRECTION}": tuple(f".mlp.{kind}gate.{_CORRECTION}" for kind in ("", "image."))},
         further_experts="image.experts",
         tower=(f"{VISUAL}.", f"{RESAMPLER}."),
     )

@@ -32,7 +32,7 @@ class MiniCPMV(LlamaForCausalLM):
         # Of towers that checkpoints for speech have, and of positions that the tower computes.
         unused=("apm.", "audio", "tts", f"{RESAMPLER}.pos_embed"),
         tower=(f"{TOWER}.", f"{RESAMPLER}."),
-        transposed=(f"{RESAMPLER}.proj.weight",),
+        transposed=(f"{RESAMPLER}.proj",),
         plain=(f"{RESAMPLER}.attn.in_proj", f"{RESAMPLER}.proj"),  # parameters, and no Linear
         flattened=FLATTENED,
     )

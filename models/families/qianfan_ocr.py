@@ -24,7 +24,8 @@ class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
             # transformers also renames the text's layers so when it writes the tower's original names.
             ("language_model.model.encoder.layers.", "model.layers."),
             *_NAMES.prefixes,
-        )
+        ),
+        divided={".attention.qkv": tuple(f".attention.{part}_proj" for part in "qkv")},
     )
 
     @classmethod

@@ -59,6 +59,7 @@ _GATES = ("silu", "sigmoid")
 # last mixer lacks.
 _STATISTICS = (".ple_embedding.hashstats_",)
 _HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets", "token_lookup")
+_TABLES, _MOST_TABLES = ".ple_embedding.ngram_embedding", 512  # tables of a file, which are one in memory
 _UNREAD = (*(f".ple_embedding.{name}" for name in _HASHES), ".hyper_connection_mixer.block_inject_weight.weight")
 
 
@@ -97,7 +98,10 @@ class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
     """Decoder of Qwen4ExpLayers, which pass on A hidden states of each token, [T, A * D]."""
 
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
-        unused_ends=_UNREAD, unused_parts=_STATISTICS, squeezed=(".conv1d.weight",)
+        unused_ends=_UNREAD,
+        unused_parts=_STATISTICS,
+        squeezed=(".conv1d.weight",),
+        joined={f"{_TABLES}.weight": tuple(f"{_TABLES}.shard_{number}.weight" for number in range(_MOST_TABLES))},
     )
 
     @classmethod

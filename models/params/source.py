@@ -60,7 +60,7 @@ class CheckpointNames(NamedTuple):
       filled: the same of tensors of any shape, whose entries all are this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
       raveled: ends of the names of tensors that have one axis in the model, whatever axes they are stored with.
-      transposed: ends of the names of matrices that are stored as [in, out].
+      transposed: ends of the stored names of matrices that are stored as [in, out].
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
       stacked_experts: storage of the experts of a layer if they are in one tensor.
       expert_rows: matrices with the rows of all experts; None for none.
@@ -75,7 +75,7 @@ class CheckpointNames(NamedTuple):
         if a checkpoint counts the two halves of each layer: with ({"mixer": "self_attn"}, {"mixer": "mlp"}),
         layers.4.mixer is layers.2.self_attn and layers.5.mixer is layers.2.mlp. Other names are unchanged.
       divided: ends of the names of modules whose matrices are rows of several of transformers' modules -> ends of the
-        names of those, in order.
+        names of those, in order. Their tensors may be stored, too.
       joined: ends of the names of tensors that other versions of transformers join to one along their rows -> those of
         its parts, in order (see jaxengine.models.weights.views.joined_rows). Models declare either.
       alternating: ends of the names of matrices whose rows are in turn those of two of the model's -> their ends.
@@ -120,7 +120,12 @@ class CheckpointNames(NamedTuple):
     def parts_of_rows(self, name: str) -> list[str]:
         """Return the names of the tensors whose rows a tensor with the model's name `name` joins; [] for others."""
         stems = {name.removesuffix(end): parts for end, parts in self.joined.items() if name.endswith(end)}
-        return [stem + part for stem, parts in stems.items() for part in parts]
+        found = [stem + part for stem, parts in stems.items() for part in parts]
+        module, _, kind = name.rpartition(".")
+        if kind in ("weight", "bias"):
+            divided = ((own, parts) for own, parts in self.divided.items() if module.endswith(own))
+            found += [f"{module.removesuffix(own)}{part}.{kind}" for own, parts in divided for part in parts]
+        return found
 
     def ends_of_modules(self) -> tuple[tuple[str, str], ...]:
         """Return pairs of an end that a configuration's names of modules may have and the model's: `suffixes`, with

@@ -209,7 +209,7 @@ def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredPa
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
     if names.alternating:
         source = AlternatingRowsSource(source, names.alternating)
-    if names.joined:
+    if names.joined or names.divided:
         params = declared_params(model) if params is None else params
         source = JoinedRowsSource(source, names, plain_shapes(params, model.build.scheme))
     if model.config.shared_blocks is not None:
@@ -217,7 +217,7 @@ def _of_model(model: CausalLM, source: WeightSource, params: Iterable[DeclaredPa
     if (experts := model.config.experts) is None:
         return source
     if names.further_experts:
-        return FurtherExpertsSource(source, names.further_experts, experts.num_experts)
+        source = FurtherExpertsSource(source, names.further_experts, experts.num_experts)
     if names.expert_rows is not None:
         return ExpertRowsSource(source, names.expert_rows, experts.num_experts)
     stacked = of_shapes(names.stacked_experts, source, model.config.hidden_size)

@@ -106,7 +106,7 @@ class RenamedSource(NamedSource):
             return (math.prod(shape),)
         if self._is_flattened(name, shape):
             return shape[0], math.prod(shape[1:])
-        if self._is_transposed(name, shape):
+        if self._is_transposed(self._stored[name], shape):
             return shape[::-1]
         return (shape[0], *shape[2:]) if self._is_squeezed(name, shape) else shape
 
@@ -119,7 +119,7 @@ class RenamedSource(NamedSource):
         if self._is_flattened(name, self._source.shape(stored)):
             whole = self._source.read(stored, rows)
             return whole.reshape(len(whole), math.prod(whole.shape[1:]))[:, columns]
-        if self._is_transposed(name, self._source.shape(stored)):
+        if self._is_transposed(stored, self._source.shape(stored)):
             return self._source.read(stored, columns, rows).T
         return self._source.read(stored, rows, columns)
 
@@ -133,11 +133,11 @@ class RenamedSource(NamedSource):
         """Return whether the tensor's second axis, of one entry, is left out."""
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
 
-    def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether the matrix is returned transposed. A column is not: it has the bytes of a matrix that
+    def _is_transposed(self, stored: str, shape: tuple[int, ...]) -> bool:
+        """Return whether the matrix `stored` is returned transposed. A column is not: it has the bytes of a matrix that
         bitsandbytes has transposed before.
         """
-        return len(shape) == 2 and shape[1] != 1 and name.endswith(self._transposed)
+        return len(shape) == 2 and shape[1] != 1 and stored.endswith(self._transposed)
 
     def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether the tensor's axes after the first are joined to one."""

@@ -8,6 +8,7 @@ import pytest
 
 from jaxengine.models.architectures import usual_name
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.families.cohere_asr import CohereAsrForConditionalGeneration
 from jaxengine.models.families.deepseek_vl2 import DeepseekVLV2ForCausalLM
 from jaxengine.models.families.hunyuan_vl import HunYuanVLForConditionalGeneration
 from jaxengine.models.families.llama_nemotron_vl import Llama_Nemotron_Nano_VL
@@ -203,6 +204,20 @@ def test_the_projector_of_r_and_bee():
                 ("layers.1.layer_norm2.bias", "layers.1.post_attention_layernorm.bias"),
                 ("patch_merger.proj_out.weight", "perceive.proj.2.weight"),
                 ("patch_merger.image_sep", "perceive.image_sep"),
+            )
+        ),
+        *(
+            (CohereAsrForConditionalGeneration, stored, own)
+            for stored, own in (
+                ("model.encoder.subsampling.linear.bias", "encoder.pre_encode.out.bias"),
+                ("model.encoder.layers.1.self_attn.bias_u", "encoder.layers.1.self_attn.pos_bias_u"),
+                ("model.encoder.layers.1.self_attn.o_proj.bias", "encoder.layers.1.self_attn.linear_out.bias"),
+                ("model.encoder.layers.1.conv.norm.running_var", "encoder.layers.1.conv.batch_norm.running_var"),
+                ("model.decoder.pos_emb.weight", "model.positions.weight"),
+                ("model.decoder.proj.bias", "encoder_decoder_proj.bias"),
+                ("model.decoder.layers.1.encoder_attn.v_proj.bias", "model.layers.1.second_sub_layer.value_net.bias"),
+                ("model.decoder.layers.1.final_layernorm.weight", "model.layers.1.layer_norm_3.weight"),
+                ("proj_out.bias", "lm_head.bias"),
             )
         ),
     ],

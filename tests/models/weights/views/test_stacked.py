@@ -222,6 +222,62 @@ def test_tensors_are_loaded_as_transformers_holds_them_in_memory(name, renamed):
     check_source(build_model(config, Build("float32")), ArraySource(held))
 
 
+_BIAS = "moe_statics.e_score_correction_bias"
+# Checkpoint -> what transformers 5 calls modules in memory, and the ends of joined tensors with those of their parts
+# and the parts' shares of rows.
+APART: dict[str, tuple[dict[str, str], dict[str, dict[str, int]]]] = {
+    "ernie4_5_vl_vision": (
+        {"vision_model": "vision_tower", "linear.0": "linear.fc1", "linear.2": "linear.fc2", "linear.3": "linear.ln"},
+        {f".mlp.{_BIAS}": {f".mlp.{kind}_moe.gate.{_BIAS}": 1 for kind in ("text", "vision")}},
+    ),
+    "molmo2_vision": (
+        {".attn_out": ".o_proj", ".ff_out": ".down_proj"},
+        {
+            ".att_proj.weight": {f".{part}_proj.weight": 2 if part == "q" else 1 for part in "qkv"},
+            ".ff_proj.weight": {".up_proj.weight": 1, ".gate_proj.weight": 1},
+        },
+    ),
+    "qianfan_ocr_vision": (
+        {"vision_model.encoder.layers.": "model.vision_tower.layers."},
+        {f".attn.qkv.{end}": {f".attention.{part}_proj.{end}": 1 for part in "qkv"} for end in ("weight", "bias")},
+    ),
+    "qwen4_exp": ({}, {}),
+}
+
+
+@each_row(("name", "renamed", "joined"), [(name, *each) for name, each in APART.items()])
+def test_weights_of_what_transformers_holds_apart_in_memory(name, renamed, joined):
+    folder = checkpoint(name)
+    tensors, found = load_file(folder / "model.safetensors"), dict[str, np.ndarray]()
+    tables = sorted((each for each in tensors if ".shard_" in each), key=lambda each: int(each.split(".")[-2][6:]))
+    for layer in {each.partition("shard_")[0] for each in tables}:
+        found[f"{layer}weight"] = np.concatenate([tensors[each] for each in tables if each.startswith(layer)])
+    for tensor in tensors.keys() - {*tables}:
+        end = next((end for end in joined if tensor.endswith(end)), "")
+        shares = joined.get(end, {"": 1})
+        rows = np.cumsum([*shares.values()]) * len(tensors[tensor]) // sum(shares.values())
+        for part, array in zip(shares, np.split(tensors[tensor], rows[:-1]), strict=True):
+            found[tensor.removesuffix(end) + part] = array
+    for ours, theirs in renamed.items():
+        assert any(ours in tensor for tensor in found)
+        found = {tensor.replace(ours, theirs): array for tensor, array in found.items()}
+    if name.startswith("ernie"):
+        for old, kind in ((".gate.weight", "text"), (".gate.weight_1", "vision")):
+            for gate in [tensor for tensor in found if tensor.endswith(f".mlp{old}")]:
+                found[gate.replace(old, f".{kind}_moe.gate.weight")] = found.pop(gate).T
+        for layer in {each.partition("experts.")[0] for each in found if ".mlp.experts." in each}:
+            for kind, numbers in (("text", range(8)), ("vision", range(8, 16))):
+                of = (
+                    [found.pop(f"{layer}experts.{number}.{part}_proj.weight") for part in ("gate", "up", "down")]
+                    for number in numbers
+                )
+                gates, ups, downs = map(np.stack, zip(*of, strict=True))
+                found[f"{layer}{kind}_moe.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+                found[f"{layer}{kind}_moe.experts.down_proj"] = downs
+    model = build_model(read_folder(folder), Build("float32"))
+    jax.tree.map(np.testing.assert_array_equal, *(load_params(model, ArraySource(each)) for each in (tensors, found)))
+
+
 def test_a_whole_checkpoint_in_mxfp4(tmp_path):
     """Its weights, kept quantised, are those of the same numbers stored as they are."""
     folder, rng = checkpoint("gpt_oss"), np.random.default_rng(0)
