@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,11 @@ TOKEN_MAP = "token_map"  # tensor of a memory of n-grams: the smaller vocabulary
 _MOST_KEPT = 1 << 14
 _MOST_HASHES = 256  # of an n-gram, many times as many as known models have
 _SIEVED = 1 << 16  # numbers among which primes are looked for at a time
+
+
+def is_token_map(name: Any) -> bool:
+    """Return whether a tensor's name, which a caller may have given as any object, is that of a TOKEN_MAP."""
+    return isinstance(name, str) and name.endswith(f".{TOKEN_MAP}")
 
 
 @dataclass(frozen=True)

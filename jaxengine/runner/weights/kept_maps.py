@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.models.config.compressed import TOKEN_MAP
+from jaxengine.models.config.compressed import is_token_map
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.pools import abstract_leaves
@@ -22,7 +22,7 @@ def with_kept_maps(source: WeightSource, stages: Sequence[tuple[Any, Any, list[A
     """Return a view of a checkpoint with the maps that the engine has, or `source` itself if it has a map, or the
     engine none. stages: (abstract model, mesh, leaves) each.
     """
-    if any(_is_map(name) for name in source.names()):
+    if any(is_token_map(name) for name in source.names()):
         return source
     maps = _maps(stages)
     return ExtendedSource(source, maps) if maps else source
@@ -36,16 +36,11 @@ def then_kept_maps(
     """
     given = False
     for name, array in tensors:
-        given = given or _is_map(name)
+        given = given or is_token_map(name)
         yield name, array
         del array  # otherwise it would stay in memory while the next one is created
     if not given:
         yield from _maps(stages).items()
-
-
-def _is_map(name: Any) -> bool:
-    """Return whether a tensor's name, which a caller may have given as any object, is that of a map."""
-    return isinstance(name, str) and name.endswith(f".{TOKEN_MAP}")
 
 
 def _maps(stages: Sequence[tuple[Any, Any, list[Any]]]) -> dict[str, np.ndarray]:
@@ -54,7 +49,9 @@ def _maps(stages: Sequence[tuple[Any, Any, list[Any]]]) -> dict[str, np.ndarray]
     """
     found = {}
     for model, mesh, leaves in stages:
-        tensors = {param.name: param.decl.sources[0].name for param in declared_params(model) if _is_map(param.name)}
+        tensors = {
+            param.name: param.decl.sources[0].name for param in declared_params(model) if is_token_map(param.name)
+        }
         if not tensors:
             continue
         for (name, _), leaf in zip(abstract_leaves(model, mesh), leaves, strict=True):

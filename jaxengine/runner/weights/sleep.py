@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxengine.models.config.compressed import TOKEN_MAP
+from jaxengine.models.config.compressed import is_token_map
 from jaxengine.models.lora import declared_pools
 from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.models.weights.huge_pages import HugePages
@@ -69,7 +69,7 @@ def release_weights(runner: ModelRunner, *, keep: bool) -> None:
 
 def _own_leaves(model: Any, mesh: Any) -> set[int]:
     """Return the indices of a stage's leaves that new weights need not have: adapters, and maps of tokens."""
-    maps = {index for index, (name, _) in enumerate(abstract_leaves(model, mesh)) if name.endswith(f".{TOKEN_MAP}")}
+    maps = {index for index, (name, _) in enumerate(abstract_leaves(model, mesh)) if is_token_map(name)}
     return maps | {pool.index for pool in declared_pools(model)}
 
 

@@ -66,20 +66,19 @@ class RenamedSource(NamedSource):
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
-        self._squeezed, self._flattened = names.squeezed, names.flattened
-        self._raveled, self._transposed = names.raveled, names.transposed
         self._names = names
 
         def name_of(stored: str) -> str | None:
-            is_left_out = names.is_unused(stored) or self._is_constant(stored, names)
+            is_left_out = names.is_unused(stored) or self._is_constant(stored)
             return None if is_left_out else names.renamed(stored)
 
         super().__init__(source, name_of)
 
-    def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
+    def _is_constant(self, stored: str) -> bool:
         """Return whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError
         if it has another value.
         """
+        names = self._names
         known = {**names.constants, **names.filled}.items()
         value = next((value for end, value in known if stored.endswith(end)), None)
         if value is None:
@@ -127,21 +126,21 @@ class RenamedSource(NamedSource):
 
     def _is_raveled(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether the tensor is returned with one axis although it is stored with another number of axes."""
-        return len(shape) != 1 and name.endswith(self._raveled)
+        return len(shape) != 1 and name.endswith(self._names.raveled)
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether the tensor's second axis, of one entry, is left out."""
-        return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
+        return len(shape) > 2 and shape[1] == 1 and name.endswith(self._names.squeezed)
 
     def _is_transposed(self, stored: str, shape: tuple[int, ...]) -> bool:
         """Return whether the matrix `stored` is returned transposed. A column is not: it has the bytes of a matrix that
         bitsandbytes has transposed before.
         """
-        return len(shape) == 2 and shape[1] != 1 and stored.endswith(self._transposed)
+        return len(shape) == 2 and shape[1] != 1 and stored.endswith(self._names.transposed)
 
     def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether the tensor's axes after the first are joined to one."""
-        return len(shape) > 2 and name.endswith(self._flattened)
+        return len(shape) > 2 and name.endswith(self._names.flattened)
 
 
 class SharedBlocksSource(NamedSource):

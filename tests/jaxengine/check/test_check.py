@@ -106,9 +106,8 @@ def test_steps_with_drafts_and_adapters(compiler):
 
 def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     """Everything compiles and nothing is copied."""
-    monkeypatch.setenv(
-        "XLA_FLAGS", "--xla_backend_optimization_level=0"
-    )  # of machine code, which nothing here looks at
+    # Of machine code, which nothing here looks at.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     base = str(tmp_path / "base.json")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     common = ["check", "--model", model, "--buckets", "short", *flags]

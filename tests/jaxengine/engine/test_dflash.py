@@ -50,7 +50,9 @@ def maker(head: Any, name: str) -> Callable[[np.ndarray, int], np.ndarray]:
 
     @jax.jit
     def write(state, lent, tokens):
-        """What the head keeps of the model's tokens; nothing sees those that a prompt is padded with."""
+        """Return the head's pool with what it keeps of the model's tokens. Nothing sees those that a prompt is padded
+        with.
+        """
         head, model = nnx.merge(graph, state), nnx.merge(model_graph, lent)
         capture = Capture(head.sizes.streams)
         batch = one_sequence(tokens, jnp.int32(0))

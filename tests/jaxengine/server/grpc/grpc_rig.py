@@ -77,7 +77,7 @@ class _WithMetadata:
 
 
 async def idle(engine: Any) -> None:
-    """Waits until the engine runs nothing and all its pages are free again; fails after ten seconds."""
+    """Wait until the engine runs nothing and all its pages are free again; fail after a minute."""
     async with asyncio.timeout(60):
         while True:
             status = await engine.utility("status")

@@ -33,12 +33,12 @@ from tests.models.tiny import TINY
 
 def test_an_engine_that_hangs_is_killed_and_started_again(make_server):
     async def run():
-        server = make_server(fresh=True, grpc_port=None, engine_hang_timeout=2.0, api_hang_timeout=5.0)
+        server = make_server(fresh=True, grpc_port=None, engine_hang_timeout=4.0, api_hang_timeout=5.0)
         async with connected(server) as engine, httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
             old = server.engine_pid
             # To have nothing to do is not to hang.
-            await asyncio.sleep(5)
-            assert server.engine_pid == old and "is killed" not in server.errors()
+            await asyncio.sleep(7)
+            assert server.engine_pid == old and "not finished" not in server.errors()
             stream = engine.stream(PROMPT, LONG)
             await anext(stream)
             os.kill(old, signal.SIGSTOP)
@@ -46,7 +46,7 @@ def test_an_engine_that_hangs_is_killed_and_started_again(make_server):
             with pytest.raises(EngineDeadError):
                 async for _ in stream:
                     pass
-            assert 2 < time.monotonic() - stopped < 60
+            assert 4 < time.monotonic() - stopped < 60
             while (await client.get("/health")).status_code != 503:
                 assert time.monotonic() < stopped + 60
             await until(lambda: not engine.errored, 60)
