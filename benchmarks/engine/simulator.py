@@ -29,8 +29,8 @@ from jaxengine.engine.engine import Engine
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.request import Request
-from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.scheduler.batches.batch import StepResult
 from jaxengine.simulate.buckets import choose
 from jaxengine.simulate.calibrate import fitted_costs, measured_round, simulated, text
@@ -81,14 +81,19 @@ def prompts_of(trace: Trace, vocab_size: int) -> list[np.ndarray]:
     return found
 
 
-def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[int], arrivals: Sequence[float]) -> Row:
+def run_engine(llm: Any, prompts: Sequence[np.ndarray], outputs: Sequence[int], arrivals: Sequence[float]) -> Row:
     """Run requests on an engine as they arrive, until all have ended; return a row of counts and of times in
-    milliseconds.
+    milliseconds. They are sampled at temperature 1, as those whose steps `calibrate-costs` measures.
 
     outputs: tokens of each output. arrivals: seconds from now, ascending. Clears the prefix cache first.
     """
-    times, scheduler = _Times(), engine.scheduler
-    scheduler.reset_prefix_cache()
+    core, engine = llm.core, llm.core.engine
+    times = _Times()
+    prepared = []
+    for prompt, count in zip(prompts, outputs, strict=True):
+        params = SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        prepared.append(core.inputs.prepare({"prompt_token_ids": prompt.tolist()}, params))
+    engine.scheduler.reset_prefix_cache()
     engine.extensions.by_name["times"] = times
     engine.extensions.require("times")
     stats, index, start = engine.stats, 0, time.monotonic()
@@ -99,10 +104,11 @@ def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[
             time.sleep(arrivals[index] - now)
             continue
         while index < len(prompts) and arrivals[index] <= now:
-            arrived, params = start + arrivals[index], TokenParams()
-            engine.queue([Request(str(index), prompts[index], params, outputs[index], arrival_time=arrived)])
+            (request,) = prepared[index].requests
+            request.arrival_time = start + arrivals[index]
+            core.add(prepared[index])
             index += 1
-        engine.step()
+        core.step()
     engine.extensions.active.remove(times)
     engine.extensions.hooks.update(engine.extensions.active)
     first = [each.first_token_time - each.arrival_time for each in times.requests if each.first_token_time is not None]
@@ -200,7 +206,7 @@ def at_once(llm: Any, kind: str, case: Case) -> Row:
     config = engine.extensions.configure(runner.config.scheduler_config(pages, runner.num_ranks, runner.windows))
     original = engine.scheduler.config
     engine.scheduler.__init__(config)
-    found = run_engine(engine, prompts, outputs, [0.0] * len(prompts))
+    found = run_engine(llm, prompts, outputs, [0.0] * len(prompts))
     engine.scheduler.__init__(original)
     closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
     expected = simulated_row(simulated(runner, closed, num_pages=pages))
@@ -229,8 +235,8 @@ def as_they_come(
     for _ in range(repeats):
         for kind, (_, trace) in opened.items():
             outputs, arrivals = zip(*((each.num_output, each.arrival) for each in trace.requests), strict=True)
-            found = run_engine(llm.core.engine, cases[kind][1], outputs, arrivals)
-            rounds.append(measured_round(llm))
+            found = run_engine(llm, cases[kind][1], outputs, arrivals)
+            rounds.append(measured_round(llm, len(rounds)))
             around = fitted_costs(runner, options, rounds[-2] + rounds[-1])
             pairs[kind].append((found, simulated_row(simulated(runner, trace, around))))
     for kind, runs in pairs.items():
@@ -240,8 +246,9 @@ def as_they_come(
             row |= {name: round(measured, 3), f"{name} simulated": round(expected, 3)}
         recorder.add(row)
     costs = fitted_costs(runner, options, [step for measured in rounds for step in measured])
-    recorder.notes["costs"] = text(costs).splitlines()
-    print(text(costs))
+    lines = text(dataclasses.replace(costs, model="the benchmark's model")).splitlines()
+    recorder.notes["costs"] = lines
+    print(*lines, sep="\n")
     return costs
 
 
@@ -271,9 +278,7 @@ def started(name: str, options: dict[str, Any], case: Case) -> Row:
     begun = time.monotonic()
     llm = LLM(**{**options, "compile_cache_dir": ""})
     seconds = time.monotonic() - begun
-    found = run_engine(
-        llm.core.engine, prompts, [request.num_output for request in trace.requests], [0.0] * len(prompts)
-    )
+    found = run_engine(llm, prompts, [request.num_output for request in trace.requests], [0.0] * len(prompts))
     stats, programs = llm.core.engine.stats, llm.core.runner.num_compiled
     llm.shutdown()
     padding = found["padding"] / (stats.num_tokens + stats.num_padding_tokens)

@@ -2,13 +2,15 @@
 
 The requests of a load arrive at once, so its steps do not depend on how long any step takes. The simulator therefore
 runs the same steps and reports the lengths of their rows. A step's seconds are those of its bucket, plus a cost per key
-that its attention reads, padding included, plus an extra cost that decays with the number of steps since the last one
-with prompts.
+that its attention reads, padding included, plus what cold caches cost after steps with prompts, plus what the first
+step after a pause takes longer.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +19,7 @@ import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.kernel_rows import kernel_rows, tuning_of
-from jaxengine.simulate.costs import SPREAD_SHARES, HostCosts, MeasuredCosts, Tiles
+from jaxengine.simulate.costs import SPREAD_SHARES, Cold, HostCosts, MeasuredCosts, Pause, Tiles
 from jaxengine.simulate.loop import Outcome, StepTime, check_simulated, run_trace
 from jaxengine.simulate.trace import Trace, trace_of
 
@@ -26,13 +28,19 @@ if TYPE_CHECKING:
     from jaxengine.runner.model_runner import ModelRunner
 
 # Most output tokens of a request, so that each decode shape runs this many steps. The first dozen or two after a
-# prompt are slower (`after_prompts`).
+# prompt are slower (`Cold`).
 _STEPS = 48
 _PROMPT = 32
+# Output tokens of a load with one prompt, enough for its caches to warm up again.
+_WARM = 16
 # Most rows at once of a load whose requests come and go.
 _COMING = 16
-# Candidate values of MeasuredCosts.remains.
-_REMAINS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Seconds before a load in which the engine has nothing to do: one after the other, load by load.
+_PAUSES = (0.0, 0.02, 0.1, 0.5)
+# Candidate caches.
+_COLD = tuple(
+    itertools.starmap(Cold, itertools.product((64.0, 256.0, 1024.0), (0.0, 0.05, 0.2), (0.3, 0.5, 0.6, 0.7, 0.8)))
+)
 # Options that do not change a step's costs, or that must not be published.
 _LEFT_OUT = (
     "record_trace",
@@ -61,12 +69,16 @@ class MeasuredStep:
       seconds: time on the device, as measured by the host.
       dispatch, after: seconds of the host's work before and after the step, see HostCosts; after is None for the last
         step.
+      colds: f64[len(_COLD)], the share of cold caches before the step under each candidate.
+      idle: seconds in which the engine had nothing to do before the step.
     """
 
     step: StepTime
     seconds: float
     dispatch: float
     after: float | None
+    colds: np.ndarray
+    idle: float = 0.0
 
 
 def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
@@ -95,18 +107,24 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
     `measured_round`.
     """
     measured_round(llm)
-    return fitted_costs(llm.core.runner, options, [step for _ in range(rounds) for step in measured_round(llm)])
+    steps = [step for number in range(rounds) for step in measured_round(llm, number)]
+    return fitted_costs(llm.core.runner, options, steps)
 
 
-def measured_round(llm: LLM) -> list[MeasuredStep]:
+def measured_round(llm: LLM, number: int = 0) -> list[MeasuredStep]:
     """Run each load of a running engine that has no requests once, and return its steps with their measured times.
-    Raises ConfigError with pipeline stages, RuntimeError if the simulator runs other steps than the engine.
+
+    number: of the round; in each, a load comes after another of the _PAUSES. The loads are simulated after all have
+    run, so that nothing but the pause lies between two. Raises ConfigError with pipeline stages, RuntimeError if the
+    simulator runs other steps than the engine.
     """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:
         size = runner.config.pipeline_parallel_size
         raise ConfigError("pipeline_parallel_size", size, "1: the host sees the time of all stages together")
-    return [step for load in loads_of(runner) for step in measure(llm, load)]
+    loads = list(loads_of(runner))
+    runs = [run_load(llm, load, _PAUSES[(index + number) % len(_PAUSES)]) for index, load in enumerate(loads)]
+    return [step for load, run in zip(loads, runs, strict=True) for step in matched(runner, load, *run)]
 
 
 def fitted_costs(runner: ModelRunner, options: Mapping[str, Any], measured: Sequence[MeasuredStep]) -> MeasuredCosts:
@@ -117,6 +135,7 @@ def fitted_costs(runner: ModelRunner, options: Mapping[str, Any], measured: Sequ
     fitted, held_out = measured[::2], measured[1::2]
     errors = _errors(_fit(fitted), held_out or fitted)
     fit = _fit(measured)
+    host, paused = _host(measured, fit)
     kept = {name: value for name, value in options.items() if name not in _LEFT_OUT and value is not None}
     return MeasuredCosts(
         model=runner.config.model or "",
@@ -128,11 +147,13 @@ def fitted_costs(runner: ModelRunner, options: Mapping[str, Any], measured: Sequ
         tiles=tiles_of(runner),
         per_key=fit.per_key,
         per_pair=fit.per_pair,
-        after_prompts=fit.after_prompts,
-        remains=fit.remains,
-        host=_host(measured),
+        cold=_COLD[fit.cold],
+        cold_decode=tuple(sorted(fit.cold_decode.items())),
+        cold_mixed=tuple(sorted(fit.cold_mixed.items())),
+        host=host,
         errors=errors,
         num_steps=len(measured),
+        pauses=tuple(map(Pause, _PAUSES[1:], fit.pauses, paused)),
         spread=_spread(fit, measured),
     )
 
@@ -140,7 +161,7 @@ def fitted_costs(runner: ModelRunner, options: Mapping[str, Any], measured: Sequ
 def loads_of(runner: ModelRunner) -> Iterator[Load]:
     """Yield loads that use every bucket of an engine: for each decode bucket one with short and one with long contexts,
     and for each mixed bucket three with one prompt per replica and one with requests of random lengths, whose prompts
-    run together with decodes.
+    run together with decodes. Three more have one prompt per replica of two, four and eight times the largest bucket.
 
     Token ids and lengths are random from a fixed seed. Lengths are cut to the context length and the pages of the
     engine.
@@ -166,16 +187,18 @@ def loads_of(runner: ModelRunner) -> Iterator[Load]:
             yield load(size * runner.num_ranks, length, _STEPS)
     for bucket in buckets.mixed:
         for _ in range(3):
-            yield load(runner.num_ranks, bucket.num_tokens, 2)
+            yield load(runner.num_ranks, bucket.num_tokens, _WARM)
         yield load(2 * min(_COMING, config.max_num_seqs) * runner.num_ranks, bucket.num_tokens, _STEPS, 0.0)
+    for times in (2, 4, 8):
+        yield load(runner.num_ranks, times * config.max_num_batched_tokens, _WARM)
 
 
-def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
-    """Run a load on the engine, from an empty prefix cache, and in the simulator, and return its steps with their
-    measured times. Tokens are sampled randomly (temperature 1), as for most requests; greedy sampling would cost less.
+def run_load(llm: LLM, load: Load, pause: float = 0.0) -> tuple[list[dict[str, Any]], float]:
+    """Run a load on the engine, from an empty prefix cache, and return (the timeline's records of its steps, the
+    seconds in which the engine had nothing to do before them). Tokens are sampled randomly (temperature 1), as for most
+    requests; greedy sampling would cost less.
 
-    llm: must have no requests; its prefix cache is reset. Raises RuntimeError if the engine and the simulator ran
-    different steps.
+    llm: must have no requests; its prefix cache is reset. pause: seconds to wait first.
     """
     from jaxengine.requests.params.sampling_params import SamplingParams
 
@@ -186,15 +209,25 @@ def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
     llm.reset_prefix_cache()
     before = core.engine.stats.num_steps
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in load.prompts]
+    time.sleep(pause)
     llm.generate(prompts, params, use_tqdm=False)
     while core.has_unfinished:  # the step that was in flight when the last request ended
         core.step()
-    records = [step for step in core.engine.timeline.last(1e9, [])["steps"] if step["number"] > before]
-    outcome = simulated(core.runner, trace_of("load", load.prompts, load.outputs, core.runner.config.block_size))
+    records = core.engine.timeline.last(1e9, [])["steps"]
+    own = [step for step in records if step["number"] > before]
+    last = max((step["arrived"] for step in records if step["number"] <= before), default=own[0]["start"])
+    return own, own[0]["start"] - last
+
+
+def matched(runner: ModelRunner, load: Load, records: Sequence[Mapping[str, Any]], idle: float) -> list[MeasuredStep]:
+    """Return the steps of a load that `run_load` has run, with their measured times. Raises RuntimeError if the
+    simulator runs other steps for it.
+    """
+    outcome = simulated(runner, trace_of("load", load.prompts, load.outputs, runner.config.block_size))
     real = [(record["bucket"], record["num_tokens"], record["num_rows"]) for record in records]
     if real != [(str(step.bucket), step.num_tokens, step.num_rows) for step in outcome.steps]:
         raise RuntimeError(f"the engine ran {len(real)} steps that the simulator, with {len(outcome.steps)}, did not")
-    return _measured(outcome.steps, records)
+    return _measured(outcome.steps, records, idle)
 
 
 def simulated(
@@ -204,8 +237,8 @@ def simulated(
     costs: None for steps that take no time. num_pages: pages of each replica; None for the engine's number. Raises
     ConfigError for a config that `check_simulated` refuses.
     """
-    none = 0.0, 0.0, 0.0, 0.0
-    nothing = MeasuredCosts("", "", {}, 1, ((1, 0.0),), (), tiles_of(runner), *none, HostCosts(), (0.0, 0.0), 0)
+    none = 0.0, 0.0, Cold(), (), (), HostCosts()
+    nothing = MeasuredCosts("", "", {}, 1, ((1, 0.0),), (), tiles_of(runner), *none, (0.0, 0.0), 0)
     num_pages = num_pages or runner.plan.num_pages
     return run_trace(trace, runner.config, runner.packer, num_pages, runner.windows, costs or nothing)
 
@@ -228,10 +261,22 @@ def text(costs: MeasuredCosts) -> str:
     for name, table in (("decode S", costs.decode), ("mixed T", costs.mixed)):
         lines += [f"  {name}={size:<8}{seconds * 1e3:>10.3f} ms" for size, seconds in table]
     lines.append(f"  and {costs.per_key * 1e9:.3g} ns a key, {costs.per_pair * 1e9:.3g} ns a pair of query and key")
+    cold = costs.cold
+    lost = [
+        f"{name}={size} {seconds * 1e3:.3f} ms"
+        for name, table in (("S", costs.cold_decode), ("T", costs.cold_mixed))
+        for size, seconds in table
+    ]
+    lines.append(f"  more with cold caches: {', '.join(lost)}, {host.dispatch_cold * 1e6:.0f} us of the host")
     lines.append(
-        f"  {costs.after_prompts * 1e3:.3f} ms more right after a step with prompts, of which {costs.remains:.0%} "
-        "remain from each step to the next"
+        f"  they are cold after some {cold.tokens:.0f} tokens of prompts or {cold.idle * 1e3:.0f} ms without work "
+        f"(0: never), and {cold.remains:.0%} of that remains after each decode"
     )
+    for each in costs.pauses:
+        lines.append(
+            f"  after a pause of {each.length * 1e3:.0f} ms: {each.device * 1e3:.3f} ms more, {each.host * 1e6:.0f} us "
+            "of the host"
+        )
     lines.append(
         f"  host: {host.dispatch * 1e6:.0f} us before a step, {host.dispatch_prompts * 1e6:.0f} us more with prompts, "
         f"and {host.after * 1e6:.0f} us after it; {(host.dispatch_row + host.after_row) * 1e6:.2f} us more for each row"
@@ -239,8 +284,9 @@ def text(costs: MeasuredCosts) -> str:
     return "\n".join(lines)
 
 
-def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
-    """Return the steps with their times, computed from the timeline's records of the same steps.
+def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]], idle: float) -> list[MeasuredStep]:
+    """Return the steps with their times, computed from the timeline's records of the same steps. idle: seconds without
+    work before the first of them, which begins with warm caches.
 
     A step's seconds count from its dispatch or from the arrival of the previous step's tokens, whichever is later, to
     the arrival of its own tokens. Its `after` is the time from the arrival of its tokens to the start of the next
@@ -248,7 +294,7 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -
     its tokens have arrived. records: times in seconds, one record for each step, in order.
     """
     starts, dispatched = ([record[name] for record in records] for name in ("start", "dispatched"))
-    found, free_at = [], 0.0
+    found, free_at, colds = [], 0.0, [each.paused(0.0, idle) for each in _COLD]
     for step, record in zip(steps, records, strict=True):
         arrived, waiting = record["arrived"], record["waiting"]
         seconds = arrived - max(free_at, record["dispatched"])
@@ -259,61 +305,77 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -
             # Time of its sampler, plus the time between the arrival of its tokens and the next scheduling.
             last = dispatched[bisect.bisect_right(dispatched, waiting) - 1]
             after = starts[following] - arrived + waiting - last
-        found.append(MeasuredStep(step, seconds, record["dispatched"] - record["start"], after))
+        found.append(MeasuredStep(step, seconds, record["dispatched"] - record["start"], after, np.array(colds), idle))
+        colds, idle = [each.after(own, step.bucket) for each, own in zip(_COLD, colds, strict=True)], 0.0
     return found
 
 
 class Fit(NamedTuple):
-    """Costs of steps on the device. Fields are those of MeasuredCosts; decode and mixed map a bucket's tokens to
-    seconds.
+    """Costs of steps on the device, with the fields of MeasuredCosts. The tables map a bucket's tokens to seconds; cold
+    is a place in _COLD; pauses has the additional seconds after each of _PAUSES but the first.
     """
 
     decode: dict[int, float]
     mixed: dict[int, float]
     per_key: float
     per_pair: float
-    after_prompts: float
-    remains: float
+    cold: int
+    cold_decode: dict[int, float]
+    cold_mixed: dict[int, float]
+    pauses: tuple[float, ...]
 
-    def seconds(self, step: StepTime) -> float | None:
+    def seconds(self, measured: MeasuredStep) -> float | None:
         """Return the predicted seconds of a step on the device; None if its bucket was not measured."""
-        base = (self.decode if step.bucket.decode_only else self.mixed).get(step.bucket.num_tokens)
+        step = measured.step
+        size, is_decode = step.bucket.num_tokens, step.bucket.decode_only
+        base = (self.decode if is_decode else self.mixed).get(size)
         if base is None:
             return None
         more = step.keys * self.per_key + step.pairs * self.per_pair
-        return base + more + self.after_prompts * self.remains**step.since_prompts
+        more += measured.colds[self.cold] * (self.cold_decode if is_decode else self.cold_mixed)[size]
+        return base + more + float(_paused(measured.idle) @ self.pauses)
+
+
+def _paused(idle: float) -> np.ndarray:
+    """Return the weights f64[len(_PAUSES) - 1] with which what the pauses cost is added up after `idle` seconds without
+    work, by linear interpolation.
+    """
+    return np.array([np.interp(idle, _PAUSES, row) for row in np.eye(len(_PAUSES))[1:]])
 
 
 def _fit(measured: Sequence[MeasuredStep]) -> Fit:
-    """Return the costs that minimise the mean relative error on the steps, over the candidates _REMAINS. The errors are
+    """Return the costs that minimise the mean relative error on the steps, over the candidates _COLD. The errors are
     absolute, not squared, so that a step delayed by something else on the machine has little weight. No larger bucket
-    costs less than a smaller one, and no coefficient is negative. measured: at least one step.
+    costs less than a smaller one, no longer pause less than a shorter one, and no coefficient is negative. measured: at
+    least one step.
     """
     names = sorted({(each.step.bucket.decode_only, each.step.bucket.num_tokens) for each in measured})
     place = {name: index for index, name in enumerate(names)}
-    rows = np.zeros((len(measured), len(names) + 3))
     seconds = np.maximum([each.seconds for each in measured], 1e-9)
+    own = np.zeros((len(measured), len(names)))  # the bucket of each step
     for index, each in enumerate(measured):
-        rows[index, place[each.step.bucket.decode_only, each.step.bucket.num_tokens]] = 1.0
-    held = np.array([(each.step.keys, each.step.pairs, 1.0) for each in measured])
-    since = np.array([each.step.since_prompts for each in measured])
-    # lstsq takes the least norm among equal fits. Scaling down makes it attribute time that could be either a
-    # bucket's or its keys' to the bucket.
-    scale = 1e3 * np.maximum(held.max(axis=0), 1.0)
+        own[index, place[each.step.bucket.decode_only, each.step.bucket.num_tokens]] = 1.0
+    held = np.array([(each.step.keys, each.step.pairs, *_paused(each.idle)) for each in measured])
+    colds = np.array([each.colds for each in measured])
     best: tuple[float, Fit] | None = None
-    for remains in _REMAINS:
-        held[:, -1] = remains**since
-        rows[:, -3:] = held / scale
-        slopes = _shares(rows, seconds)[-3:] / scale
-        bases = seconds - held @ slopes
+    for candidate in range(len(_COLD)):
+        rows = np.concatenate([held, colds[:, candidate, None] * own], axis=1)
+        # lstsq takes the least norm among equal fits. Scaling down makes it attribute time that could be either a
+        # bucket's or its keys' to the bucket.
+        scale = 1e3 * np.maximum(rows.max(axis=0), 1.0)
+        slopes = _shares(np.concatenate([own, rows / scale], axis=1), seconds)[len(names) :] / scale
+        bases = seconds - rows @ slopes
         tables: list[dict[int, float]] = []
         for is_decode in (True, False):
-            sizes = [size for kind, size in names if kind == is_decode]
-            own = [bases[rows[:, place[is_decode, size]] > 0] for size in sizes]
-            costs = _rising([float(np.median(each)) for each in own], [len(each) for each in own])
+            sizes = sorted(size for kind, size in names if kind == is_decode)
+            left = [bases[own[:, place[is_decode, size]] > 0] for size in sizes]
+            costs = _rising([float(np.median(each)) for each in left], [len(each) for each in left])
             tables.append(dict(zip(sizes, costs, strict=True)))
-        per_key, per_pair, after_prompts = slopes.tolist()
-        fit = Fit(tables[0], tables[1], per_key, per_pair, after_prompts, remains)
+        (per_key, per_pair), pauses = slopes[:2].tolist(), np.maximum.accumulate(slopes[2 : held.shape[1]]).tolist()
+        for is_decode in (True, False):
+            lost = zip(names, slopes[held.shape[1] :].tolist(), strict=True)
+            tables.append({size: cost for (kind, size), cost in lost if kind == is_decode})
+        fit = Fit(tables[0], tables[1], per_key, per_pair, candidate, tables[2], tables[3], tuple(pauses))
         error = float(np.mean(_relative(fit, measured)))
         best = (error, fit) if best is None or error < best[0] else best
     assert best is not None
@@ -371,23 +433,30 @@ def _spread(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, ...]:
     """Return measured over predicted seconds of the steps at SPREAD_SHARES, ascending. Steps in a bucket that the fit
     lacks, or of which it predicts no time, are left out; () if none are left.
     """
-    pairs = [(fit.seconds(each.step), each.seconds) for each in steps]
+    pairs = [(fit.seconds(each), each.seconds) for each in steps]
     ratios = [seconds / predicted for predicted, seconds in pairs if predicted]
     return tuple(np.quantile(ratios, SPREAD_SHARES).tolist()) if ratios else ()
 
 
 def _relative(fit: Fit, steps: Sequence[MeasuredStep]) -> list[float]:
     """Return the absolute relative errors of a fit on steps. Steps in a bucket that the fit lacks are left out."""
-    pairs = [(fit.seconds(each.step), max(each.seconds, 1e-9)) for each in steps]
+    pairs = [(fit.seconds(each), max(each.seconds, 1e-9)) for each in steps]
     return [abs(predicted - seconds) / seconds for predicted, seconds in pairs if predicted is not None]
 
 
-def _host(measured: Sequence[MeasuredStep]) -> HostCosts:
-    """Return the host's costs, fitted to the largest number of rows of a replica in each step and, for dispatch, to
-    whether a step has prompts. Steps whose `after` is None count for dispatch only.
+def _host(measured: Sequence[MeasuredStep], fit: Fit) -> tuple[HostCosts, tuple[float, ...]]:
+    """Return (the host's costs, seconds that it takes longer before the first step after each of _PAUSES but the
+    first). They are fitted to the largest number of rows of a replica in each step and, for dispatch, to whether a step
+    has prompts, to its cold caches under `fit`, and to the pause before it. Steps whose `after` is None count for
+    dispatch only.
     """
-    rows = np.array([[1.0, each.step.most_rows, not each.step.bucket.decode_only] for each in measured])
-    dispatch = _shares(rows, np.array([each.dispatch for each in measured]))
+    rows = np.array(
+        [
+            [1.0, each.step.most_rows, not each.step.bucket.decode_only, each.colds[fit.cold], *_paused(each.idle)]
+            for each in measured
+        ]
+    )
+    dispatch = _shares(rows, np.array([each.dispatch for each in measured])).tolist()
     known = [index for index, each in enumerate(measured) if each.after is not None]
     after = _shares(rows[known, :2], np.array([measured[index].after for index in known]))
-    return HostCosts(*dispatch.tolist(), *after.tolist())
+    return HostCosts(*dispatch[:4], *after.tolist()), tuple(np.maximum.accumulate(dispatch[4:]).tolist())

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from math import inf
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,7 @@ from jaxengine.scheduler.batches.buckets import Bucket
 if TYPE_CHECKING:
     from jaxengine.plan.plan import SplitPlan
 
-VERSION = 3
+VERSION = 4
 # Shares of the measured steps at which MeasuredCosts.spread has its factors.
 SPREAD_SHARES = (0.005, *(share / 20 for share in range(1, 20)), 0.99, 0.995)
 # Context lengths for which a roofline's attention is computed; between them it is interpolated.
@@ -33,6 +33,7 @@ class HostCosts:
     Attributes:
       dispatch: from the beginning of scheduling until the forward pass is dispatched.
       dispatch_row, dispatch_prompts: additional to dispatch, for each row, and for a step with prompts.
+      dispatch_cold: additional to dispatch of a step whose caches are cold, see `Costs.cold_after`.
       after: from the arrival of the tokens until the next step is scheduled.
       after_row: additional to after, for each row.
     """
@@ -40,8 +41,45 @@ class HostCosts:
     dispatch: float = 0.0
     dispatch_row: float = 0.0
     dispatch_prompts: float = 0.0
+    dispatch_cold: float = 0.0
     after: float = 0.0
     after_row: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cold:
+    """How the caches lose what steps need, to prompts and while the engine is idle, and get it back.
+
+    Attributes:
+      tokens: tokens of a step with prompts after which 1 / e of what was warm is still warm; positive.
+      idle: seconds without work after which 1 / e of what was warm is still warm; 0 if they change nothing.
+      remains: factor by which the cold share shrinks with each decode step.
+    """
+
+    tokens: float = 1.0
+    idle: float = 0.0
+    remains: float = 0.0
+
+    def after(self, cold: float, bucket: Bucket) -> float:
+        """Return the cold share of the caches after a step in `bucket` that began with a share of `cold`."""
+        if bucket.decode_only:
+            return cold * self.remains
+        return 1.0 - (1.0 - cold) * exp(-bucket.num_tokens / self.tokens)
+
+    def paused(self, cold: float, seconds: float) -> float:
+        """Return the cold share after `seconds` without work, before which it was `cold`."""
+        return 1.0 - (1.0 - cold) * exp(-seconds / self.idle) if self.idle else cold
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What the first step after a pause takes longer: `device` and `host` seconds, after `length` seconds without
+    requests.
+    """
+
+    length: float
+    device: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -105,15 +143,25 @@ class Costs(Protocol):
         """Line for a report that says where the costs come from and how exact they are."""
         ...
 
-    def seconds(
-        self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
-    ) -> Sequence[float]:
+    def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, cold: float = 0.0) -> Sequence[float]:
         """Return the seconds that a step takes on each pipeline stage.
 
         bucket: shape in which the step runs. counts: i64[rows of a replica], tokens that each row computes in this
         step. lengths: i64[rows], tokens of each row after it. Empty arrays give the seconds of the bucket without rows.
-        since_prompts: number of decode steps since the last step with prompts; inf for a step with prompts, or if there
-        was none.
+        cold: share of the caches that lack what the step needs, see `cold_after`.
+        """
+        ...
+
+    def cold_after(self, cold: float, bucket: Bucket) -> float:
+        """Return the share, 0 to 1, of the caches that lack what steps need, after a step in `bucket` that began
+        with a share of `cold`: steps with prompts fill them with other data.
+        """
+        ...
+
+    def idle(self, cold: float, seconds: float) -> tuple[float, float, float]:
+        """Return (cold share of the caches after the engine had nothing to do for `seconds`, additional seconds of the
+        device for the next step, additional seconds of the host before its dispatch): others have used the caches, and
+        cores have slowed down or slept. cold: share before.
         """
         ...
 
@@ -178,12 +226,10 @@ class RooflineCosts:
                 )
             )
 
-    def seconds(
-        self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
-    ) -> Sequence[float]:
+    def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, cold: float = 0.0) -> Sequence[float]:
         """Return the least seconds of each pipeline stage: the larger of bytes over bandwidth and operations over their
         rate. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes, and its tokens after
-        the step. since_prompts: not used.
+        the step. cold: not used.
         """
         found, middle = [], lengths - (counts - 1) / 2
         bandwidth, flops = self._rates
@@ -193,6 +239,14 @@ class RooflineCosts:
             done = base.flops + (counts * np.interp(middle, _CONTEXTS, operations)).sum()
             found.append(max(read / bandwidth, done / flops))
         return found
+
+    def cold_after(self, cold: float, bucket: Bucket) -> float:
+        """Return 0: a roofline has no caches."""
+        return 0.0
+
+    def idle(self, cold: float, seconds: float) -> tuple[float, float, float]:
+        """Return no cold share and no additional seconds: a roofline's chip is always awake."""
+        return 0.0, 0.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -205,8 +259,10 @@ class MeasuredCosts:
       decode, mixed: (T, seconds) of decode-only and of mixed buckets, by T; others are interpolated.
       tiles: tiles of the attention that was measured.
       per_key, per_pair: seconds per key and per pair of `Tiles.attended`.
-      after_prompts: additional seconds of a step right after one with prompts, which leaves other data in the caches.
-      remains: factor by which these additional seconds shrink with each further step.
+      cold: how caches cool down and warm up.
+      cold_decode, cold_mixed: (T, additional seconds of a step with cold caches), as for decode and mixed.
+      pauses: what the first step after a pause takes longer, see Pause, by the length of the pause, ascending; between
+        them, and from no pause on, it is interpolated, and longer pauses cost as much as the last.
       errors: median and 90th percentile of the relative error of a step's seconds, on steps that were not fitted.
       host: seconds of the host's work.
       num_steps: steps that were measured.
@@ -222,11 +278,13 @@ class MeasuredCosts:
     tiles: Tiles
     per_key: float
     per_pair: float
-    after_prompts: float
-    remains: float
+    cold: Cold
+    cold_decode: tuple[tuple[int, float], ...]
+    cold_mixed: tuple[tuple[int, float], ...]
     host: HostCosts
     errors: tuple[float, float]
     num_steps: int
+    pauses: tuple[Pause, ...] = ()
     spread: tuple[float, ...] = ()
 
     @property
@@ -237,21 +295,30 @@ class MeasuredCosts:
             f"{self.errors[0]:.0%} in the median, {self.errors[1]:.0%} at the 90th percentile"
         )
 
-    def seconds(
-        self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
-    ) -> Sequence[float]:
+    def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, cold: float = 0.0) -> Sequence[float]:
         """Return [seconds], for the only stage: the seconds of the bucket's size, plus those for the keys and pairs of
-        attention, plus the decaying extra time after prompts.
+        attention, plus those that it loses to cold caches.
 
         Decode-only buckets use the `decode` table, others `mixed`; all use `decode` if `mixed` is empty. counts,
-        lengths: i64[rows], tokens that each row computes, and its tokens after the step. since_prompts: decode steps
-        since the last one with prompts.
+        lengths: i64[rows], tokens that each row computes, and its tokens after the step. cold: see `Costs.seconds`.
         """
         decodes = bucket.decode_only or not self.mixed
         keys, pairs = self.tiles.attended(bucket, counts, lengths)
         table = self.decode if decodes else self.mixed
-        more = keys * self.per_key + pairs * self.per_pair + self.after_prompts * self.remains**since_prompts
+        lost = self.cold_decode if decodes else self.cold_mixed
+        more = keys * self.per_key + pairs * self.per_pair + cold * _between(lost, bucket.num_tokens)
         return [_between(table, bucket.num_tokens) + more]
+
+    def cold_after(self, cold: float, bucket: Bucket) -> float:
+        """Return the share of cold caches after a step in `bucket` that began with a share of `cold`."""
+        return self.cold.after(cold, bucket)
+
+    def idle(self, cold: float, seconds: float) -> tuple[float, float, float]:
+        """Return (cold share, additional seconds of the device, of the host) after an idle time of `seconds`."""
+        lengths = [0.0, *(pause.length for pause in self.pauses)]
+        device, host = ([0.0, *(getattr(pause, name) for pause in self.pauses)] for name in ("device", "host"))
+        more = (float(np.interp(seconds, lengths, values)) for values in (device, host))
+        return self.cold.paused(cold, seconds), *more
 
     def write(self, path: str) -> None:
         """Write the costs as JSON to a file, for `read_costs`. An existing file is replaced. Raises OSError."""
@@ -261,8 +328,10 @@ class MeasuredCosts:
 def _between(table: Sequence[tuple[int, float]], size: int) -> float:
     """Return the seconds of a bucket of `size` tokens from a table of (tokens, seconds) in ascending order. Sizes
     between entries are interpolated, smaller ones cost as much as the first entry, larger ones in proportion to the
-    last entry.
+    last entry. An empty table is one of zeros.
     """
+    if not table:
+        return 0.0
     sizes, seconds = zip(*table, strict=True)
     if size > sizes[-1]:
         return seconds[-1] * size / sizes[-1]
@@ -281,19 +350,28 @@ def read_costs(path: str) -> MeasuredCosts:
         value = json.loads(file.read_text(encoding="utf-8"))
         if value.pop("jaxengine_costs") != VERSION:
             raise ValueError("another version")
-        tables = {name: tuple((int(size), float(cost)) for size, cost in value[name]) for name in ("decode", "mixed")}
-        host = HostCosts(**{name: float(cost) for name, cost in value["host"].items()})
+        tables = {
+            name: tuple((int(size), float(cost)) for size, cost in value[name])
+            for name in ("decode", "mixed", "cold_decode", "cold_mixed")
+        }
+        host, cold = (
+            kind(**{name: float(cost) for name, cost in value[name].items()})
+            for name, kind in (("host", HostCosts), ("cold", Cold))
+        )
+        pauses = tuple(Pause(*(float(each[name]) for name in ("length", "device", "host"))) for each in value["pauses"])
         errors, spread = (tuple(float(share) for share in value[name]) for name in ("errors", "spread"))
         tiles = Tiles(**{name: int(size) for name, size in value["tiles"].items()})
-        found = MeasuredCosts(**{**value, **tables, "tiles": tiles, "host": host, "errors": errors, "spread": spread})
-        numbers = [cost for table in tables.values() for _, cost in table]
-        numbers += [found.per_key, found.per_pair, found.after_prompts, *asdict(host).values(), *errors, *spread]
-        sizes = [[size for size, _ in table] for table in tables.values()]
+        read = {"tiles": tiles, "host": host, "cold": cold, "pauses": pauses, "errors": errors, "spread": spread}
+        found = MeasuredCosts(**{**value, **tables, **read})
+        numbers = [cost for table in tables.values() for _, cost in table] + [found.per_key, found.per_pair]
+        numbers += [cost for each in (host, cold, *pauses) for cost in vars(each).values()] + [*errors, *spread]
+        sizes = [[size for size, _ in table] for table in tables.values()] + [[each.length for each in pauses]]
         if not found.decode or any(own != sorted(set(own)) for own in sizes) or not np.isfinite(numbers).all():
             raise ValueError("sizes and seconds")
         if (
             min(numbers) < 0
-            or not 0 <= found.remains < 1
+            or not 0 <= cold.remains < 1
+            or not cold.tokens
             or not all(1 <= size < 1 << 31 for size in vars(tiles).values())
         ):
             raise ValueError("values")

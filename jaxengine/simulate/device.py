@@ -6,7 +6,6 @@ It reads only packed messages, like compiled steps, and the tokens of the trace.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,11 +41,11 @@ class SimulatedStep:
       attended: f64[2], keys and pairs of its rows, see `costs.Tiles.attended`.
       num_rows: largest number of rows of a replica.
       longest: tokens of its longest row.
-      since_prompts: see `Costs.seconds`.
+      cold: see `Costs.seconds`.
     """
 
-    started = ready_at = 0.0
-    longest, since_prompts = 0, inf
+    started = ready_at = cold = 0.0
+    longest = 0
 
     def __init__(self, runner: SimulatedRunner, tokens: np.ndarray):
         """Store the tokens of a step, i32[replicas, rows]. The runner sets the other attributes."""
@@ -101,7 +100,7 @@ class SimulatedRunner:
         self.scheduler: Scheduler | None = None
         self._free_at: list[float] = []
         self._due = 0.0
-        self._since_prompts = inf
+        self._cold = 0.0
         self._rng = np.random.default_rng(0)
         self._texts: dict[str, np.ndarray] = {}
         self._num_computed = np.zeros(packer.num_slots, np.int64)
@@ -133,27 +132,31 @@ class SimulatedRunner:
         dispatch.
 
         Each stage starts the step as soon as it is free and the previous stage has finished it. A step takes as long as
-        on its slowest replica, times a factor that is drawn from the costs' spread, with a fixed seed. Adds the seconds
-        of the first stage to `busy`.
+        on its slowest replica, longer if the engine was idle before, times a factor that is drawn from the costs'
+        spread, with a fixed seed. Adds the seconds of the first stage to `busy`.
         """
         scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
         assert scheduler is not None
         pending = SimulatedStep(self, np.ones((self.num_ranks, layout.num_seqs), np.int32))
         has_prompts, seconds = not step.bucket.decode_only, [0.0]
-        pending.since_prompts = inf if has_prompts else self._since_prompts
-        self._since_prompts = 0 if has_prompts else self._since_prompts + 1
+        on_device = paused = 0.0
+        if self._free_at:
+            idle = max(0.0, self.time.now - self._free_at[-1])
+            self._cold, on_device, paused = self.costs.idle(self._cold, idle)
+        pending.cold, self._cold = self._cold, self.costs.cold_after(self._cold, step.bucket)
         for rank, message in enumerate(step.buffer):
             num_rows = int(layout.view(message, "header")[0])
             if num_rows:
                 own = self._run(rank, layout.view(message, "rows")[:, :num_rows], step.bucket, pending)
                 seconds = own if len(own) > len(seconds) else list(map(max, own, seconds))
                 pending.num_rows = max(pending.num_rows, num_rows)
+        seconds[0] += on_device
         if len(self.costs.spread):
             factor = float(np.interp(self._rng.random(), SPREAD_SHARES, self.costs.spread))
             seconds = [each * factor for each in seconds]
         host = self.costs.host
         dispatch = host.dispatch + host.dispatch_row * pending.num_rows + host.dispatch_prompts * has_prompts
-        self.time.now += self._due + dispatch
+        self.time.now += self._due + dispatch + host.dispatch_cold * pending.cold + paused
         self._due = 0.0
         self._free_at = self._free_at or [0.0] * len(seconds)
         at = pending.started = max(self.time.now, self._free_at[0])
@@ -186,7 +189,7 @@ class SimulatedRunner:
                     tokens[row] = output[min(int(lengths[row]), len(output) - 1)]
         pending.longest = max(pending.longest, int(lengths.max()))
         pending.attended += self.costs.tiles.attended(bucket, counts, lengths)
-        return list(self.costs.seconds(bucket, counts, lengths, pending.since_prompts))
+        return list(self.costs.seconds(bucket, counts, lengths, pending.cold))
 
     def _begin(self, rank: int, own: int, slot: int) -> None:
         """Set the tokens that a slot's new request will get: its whole text if its output tokens differ from each

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, cast
 
 import numpy as np
@@ -47,7 +46,7 @@ class StepTime:
       seconds: on the device, from the beginning of the first stage to the end of the last.
       keys, pairs: see `costs.Tiles.attended`, summed over all replicas.
       longest: tokens of the longest row.
-      since_prompts: see `Costs.seconds`.
+      cold: see `Costs.seconds`.
     """
 
     bucket: Bucket
@@ -59,7 +58,7 @@ class StepTime:
     keys: float
     pairs: float
     longest: int = 1
-    since_prompts: float = inf
+    cold: float = 0.0
 
 
 @dataclass
@@ -115,7 +114,7 @@ class _Observer(LoopExtension):
         tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
         seconds, (keys, pairs) = pending.ready_at - pending.started, pending.attended.tolist()
         counts, held = (own.num_tokens, own.num_rows, tokens, rows), (keys, pairs, pending.longest)
-        self.steps.append(StepTime(step.record.bucket, *counts, seconds, *held, pending.since_prompts))
+        self.steps.append(StepTime(step.record.bucket, *counts, seconds, *held, pending.cold))
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ from jaxengine.commands.cli import main
 from jaxengine.plan.speed import speed_of
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.simulate.buckets import best_grids, choose
-from jaxengine.simulate.calibrate import MeasuredStep, _errors, _fit, _host
-from jaxengine.simulate.costs import HostCosts, MeasuredCosts, Tiles
+from jaxengine.simulate.calibrate import _COLD, _PAUSES, MeasuredStep, _errors, _fit, _host
+from jaxengine.simulate.costs import Cold, HostCosts, MeasuredCosts, Pause, Tiles
 from jaxengine.simulate.loop import StepTime
 from jaxengine.simulate.setup import open_setup
 from tests.tables import each_row
@@ -91,7 +92,7 @@ def test_the_best_sizes_are_those_of_a_search_through_all():
 
 def test_the_fewest_shapes_within_a_share_are_chosen():
     table = ((1, 0.0), (100, 100.0))
-    costs = MeasuredCosts("", "cpu", {}, 1, table, table, Tiles(), *[0.0] * 4, HostCosts(), (0.0, 0.0), 0)
+    costs = MeasuredCosts("", "cpu", {}, 1, table, table, Tiles(), 0.0, 0.0, Cold(), (), (), HostCosts(), (0.0, 0.0), 0)
     steps = [StepTime(Bucket(64, 64), 10, 10, 10, 10, 64.0, 0.0, 0.0, 10)] * 99
     steps.append(StepTime(Bucket(64, 64), 60, 60, 60, 60, 64.0, 0.0, 0.0, 10))
     assert choose(steps, costs, 64, 128, 0.02).decode == (10,)  # four of 64 seconds lost on one step of a hundred
@@ -120,27 +121,52 @@ def test_attention_counts_padded_tiles():
     assert tiles.attended(mixed, np.empty(0), np.empty(0)) == (0, 0)
 
 
+# Place in _COLD of the caches of the next test.
+PLANTED = _COLD.index(Cold(256.0, 0.05, 0.6))
+
+
 def test_planted_costs_are_found_among_steps_that_were_held_up():
-    rng, steps = np.random.default_rng(0), []
-    for size in (1, 4, 16, 128):
-        for _ in range(80):
-            decodes = size < 128
-            since = int(rng.integers(0, 40)) if decodes else np.inf
-            keys = float(rng.integers(1, 400) * (size if decodes else 1))
-            pairs = 0.0 if decodes else float(rng.integers(1, 100)) * keys
-            seconds = 0.001 + 0.0001 * size + 1e-6 * keys + 1e-7 * pairs + 0.002 * 0.7**since
+    rng, steps, colds = np.random.default_rng(0), [], np.zeros(len(_COLD))
+    for _ in range(240):  # loads: a pause, steps with prompts, decodes
+        size, idle, chunks = (rng.choice(each) for each in ((1, 4, 16), _PAUSES, (1, 1, 2, 4)))
+        colds = np.array([each.paused(own, idle) for each, own in zip(_COLD, colds, strict=True)])
+        for own in [128] * chunks + [int(size)] * 6:
+            bucket = Bucket(own, min(own, 16))
+            keys = float(rng.integers(1, 400) * (own if bucket.decode_only else 1))
+            pairs = 0.0 if bucket.decode_only else float(rng.integers(1, 100)) * keys
+            cold = colds[PLANTED] * (0.002 + 0.0002 * own * bucket.decode_only)
+            seconds = 0.001 + 0.0001 * own + 1e-6 * keys + 1e-7 * pairs + cold + 0.02 * min(idle, 0.1)
             held_up = 5.0 if rng.random() < 0.15 else 1.0
-            step = StepTime(Bucket(size, min(size, 16)), 0, 0, 0, 1, 0.0, keys, pairs, 1, since)
-            times = 0.0001 + 0.0003 * (not decodes), 0.0002
-            steps.append(MeasuredStep(step, seconds * held_up * rng.lognormal(0, 0.02), *times))
+            step = StepTime(bucket, 0, 0, 0, 1, 0.0, keys, pairs)
+            host = 0.0001 + 0.0003 * (not bucket.decode_only) + 0.0005 * colds[PLANTED] + 0.01 * idle, 0.0002
+            steps.append(MeasuredStep(step, seconds * held_up * rng.lognormal(0, 0.02), *host, colds, idle))
+            colds, idle = np.array([each.after(old, bucket) for each, old in zip(_COLD, colds, strict=True)]), 0.0
     fit = _fit(steps)
     assert fit.decode == pytest.approx({1: 0.0011, 4: 0.0014, 16: 0.0026}, rel=0.05)
     assert fit.mixed == pytest.approx({128: 0.0138}, rel=0.05)
-    assert (fit.per_key, fit.per_pair, fit.after_prompts) == pytest.approx((1e-6, 1e-7, 0.002), rel=0.05)
-    assert fit.remains == 0.7 and _errors(fit, steps)[0] < 0.03
-    host = _host(steps)
+    assert (fit.per_key, fit.per_pair) == pytest.approx((1e-6, 1e-7), rel=0.05)
+    assert fit.cold == PLANTED and _errors(fit, steps)[0] < 0.03
+    assert fit.cold_decode == pytest.approx({1: 0.0022, 4: 0.0028, 16: 0.0052}, rel=0.1)
+    assert fit.cold_mixed == pytest.approx({128: 0.002}, rel=0.5)  # of steps that take seven times as long
+    assert fit.pauses == pytest.approx((0.0004, 0.002, 0.002), rel=0.5)
+    host, pauses = _host(steps, fit)
     assert host.dispatch + host.dispatch_row == pytest.approx(0.0001)
-    assert host.dispatch_prompts == pytest.approx(0.0003) and host.after + host.after_row == pytest.approx(0.0002)
+    assert (host.dispatch_prompts, host.dispatch_cold) == pytest.approx((0.0003, 0.0005))
+    assert host.after + host.after_row == pytest.approx(0.0002) and pauses == pytest.approx((0.0002, 0.001, 0.005))
+
+
+def test_prompts_and_pauses_cool_the_caches():
+    cold, table = Cold(tokens=16 / math.log(2), idle=0.1 / math.log(2), remains=0.5), ((1, 0.01), (1024, 0.01))
+    lost = [((1, seconds), (1024, seconds)) for seconds in (0.008, 0.016)]
+    costs = MeasuredCosts("", "cpu", {}, 1, table, table, Tiles(), 0.0, 0.0, cold, *lost, HostCosts(), (0.0, 0.0), 0)
+    costs = replace(costs, pauses=(Pause(0.1, 0.004, 0.002),))
+    none, decode = np.empty(0), Bucket(1, 1)
+    assert costs.cold_after(0.0, Bucket(16, 4)) == pytest.approx(0.5)
+    assert costs.cold_after(0.5, Bucket(32, 4)) == pytest.approx(0.875) and costs.cold_after(0.875, decode) == 0.4375
+    assert costs.seconds(decode, none, none, 0.5) == pytest.approx([0.014])
+    assert costs.seconds(Bucket(16, 4), none, none, 0.5) == pytest.approx([0.018])
+    assert costs.idle(0.5, 0.1) == pytest.approx((0.75, 0.004, 0.002))
+    assert costs.idle(0.0, 0.05) == pytest.approx((1 - 0.5**0.5, 0.002, 0.001)) and costs.idle(0.0, 9.0)[1] == 0.004
 
 
 @each_row(

@@ -14,7 +14,8 @@ from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.simulate.calibrate import costs_of, simulated
-from jaxengine.simulate.costs import SPREAD_SHARES, read_costs
+from jaxengine.simulate.costs import SPREAD_SHARES, Cold, Pause, read_costs
+from jaxengine.simulate.loop import Outcome
 from jaxengine.simulate.trace import read_trace, trace_of
 from tests.conftest import use_scheduler
 
@@ -85,6 +86,18 @@ def test_costs_are_measured_and_read_again(make_llm, tiny_options, tmp_path):
     exact, drawn = np.array(of_steps()), of_steps(*costs.spread)
     assert drawn == [step.seconds for step in outcome.steps] and len(set((drawn / exact).round(9))) > 10
     np.testing.assert_allclose(of_steps(*[2.0] * len(SPREAD_SHARES)), 2 * exact)
+
+    def apart(**changed) -> Outcome:
+        """Run three requests, each long after the one before, and steps without a spread."""
+        trace = trace_of("three", prompts, [8, 20, 4], 4)
+        requests = [dataclasses.replace(each, arrival=9.0 * index) for index, each in enumerate(trace.requests)]
+        fixed = dataclasses.replace(costs, **{"spread": (), "pauses": (), "cold": Cold(0.1, 0.0, 0.5), **changed})
+        return simulated(llm.core.runner, dataclasses.replace(trace, requests=tuple(requests)), fixed)
+
+    more = apart(pauses=(Pause(2.0, 0.5, 0.25),)).first_token - apart().first_token
+    np.testing.assert_allclose(more, [0.0, 0.75, 0.75], atol=1e-9)
+    warm, cooled = (apart(cold_decode=((1, lost), (64, lost))).intervals for lost in (0.0, 0.8))
+    np.testing.assert_allclose((cooled - warm)[:7], 0.8 * 0.5 ** np.arange(7), atol=1e-9)
 
 
 def test_a_recorded_trace_runs_as_what_was_recorded(make_llm, tmp_path):
