@@ -41,7 +41,7 @@ from jaxengine.simulate.trace import Trace, trace_of
 
 OPTIONS = {
     "requests": Option(60, "requests of each trace"),
-    "open": Option(240, "requests of each open trace: enough for a 99th percentile"),
+    "open": Option(360, "requests of each open trace: enough for a 99th percentile"),
     "repeats": Option(5, "runs of each open trace, of which rows have the medians"),
     "load": Option(0.5, "arrivals of the open traces, as a share of what the engine manages"),
     "counts": Option(False, "only the traces at once, whose counts do not depend on the machine's load"),

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.kernel_rows import kernel_rows, tuning_of
-from jaxengine.simulate.costs import SPREAD_SHARES, Cold, HostCosts, MeasuredCosts, Pause, Tiles
+from jaxengine.simulate.costs import SPREAD_SHARES, Cold, HostCosts, MeasuredCosts, Pause, StepSpread, Tiles
 from jaxengine.simulate.loop import Outcome, StepTime, check_simulated, run_trace
 from jaxengine.simulate.trace import Trace, trace_of
 
@@ -429,13 +429,15 @@ def _errors(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, float]:
     return float(np.median(errors)), float(np.percentile(errors, 90))
 
 
-def _spread(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, ...]:
-    """Return measured over predicted seconds of the steps at SPREAD_SHARES, ascending. Steps in a bucket that the fit
-    lacks, or of which it predicts no time, are left out; () if none are left.
+def _spread(fit: Fit, steps: Sequence[MeasuredStep]) -> StepSpread:
+    """Return measured over predicted seconds of the steps without and with prompts at SPREAD_SHARES. Steps in a bucket
+    that the fit lacks, or of which it predicts no time, are left out; a kind without others has no factors.
     """
-    pairs = [(fit.seconds(each), each.seconds) for each in steps]
-    ratios = [seconds / predicted for predicted, seconds in pairs if predicted]
-    return tuple(np.quantile(ratios, SPREAD_SHARES).tolist()) if ratios else ()
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for each in steps:
+        if predicted := fit.seconds(each):
+            ratios[each.step.bucket.decode_only].append(each.seconds / predicted)
+    return StepSpread(*(tuple(np.quantile(own, SPREAD_SHARES).tolist()) if own else () for own in ratios.values()))
 
 
 def _relative(fit: Fit, steps: Sequence[MeasuredStep]) -> list[float]:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from jaxengine.plan.plan import SplitPlan
 
 VERSION = 4
-# Shares of the measured steps at which MeasuredCosts.spread has its factors.
-SPREAD_SHARES = (0.005, *(share / 20 for share in range(1, 20)), 0.99, 0.995)
+# Shares of the measured steps at which a StepSpread has its factors. The last ones decide the 99th percentile of what takes
+# a few steps, such as a first token.
+SPREAD_SHARES = (0.005, *(share / 20 for share in range(1, 20)), 0.99, 0.995, 0.998)
 # Context lengths for which a roofline's attention is computed; between them it is interpolated.
 _CONTEXTS = (0, *(1 << power for power in range(4, 25)))
 
@@ -69,6 +70,21 @@ class Cold:
     def paused(self, cold: float, seconds: float) -> float:
         """Return the cold share after `seconds` without work, before which it was `cold`."""
         return 1.0 - (1.0 - cold) * exp(-seconds / self.idle) if self.idle else cold
+
+
+@dataclass(frozen=True)
+class StepSpread:
+    """Factors of the seconds of steps without prompts (decode) and with prompts (mixed), at SPREAD_SHARES, ascending,
+    from which each step's is drawn; empty for steps that take their seconds exactly.
+    """
+
+    decode: tuple[float, ...] = ()
+    mixed: tuple[float, ...] = ()
+
+    def factor(self, bucket: Bucket, share: float) -> float:
+        """Return the factor of a step in `bucket` that a share of the steps, 0 to 1, does not exceed."""
+        factors = self.decode if bucket.decode_only else self.mixed
+        return float(np.interp(share, SPREAD_SHARES, factors)) if factors else 1.0
 
 
 @dataclass(frozen=True)
@@ -132,10 +148,8 @@ class Costs(Protocol):
         ...
 
     @property
-    def spread(self) -> Sequence[float]:
-        """Factors of a step's seconds at SPREAD_SHARES, ascending, from which each step's is drawn; empty for steps
-        that take their seconds exactly.
-        """
+    def spread(self) -> StepSpread:
+        """Factors of steps' seconds."""
         ...
 
     @property
@@ -173,7 +187,7 @@ class RooflineCosts:
     Only attention depends on the rows' lengths. All other work is computed once for each bucket.
     """
 
-    tiles, spread = Tiles(), ()
+    tiles, spread = Tiles(), StepSpread()
 
     def __init__(self, plan: SplitPlan, efficiency: float = 1.0, host: HostCosts | None = None):
         """Compute the work of attention by context length for all stages.
@@ -285,7 +299,7 @@ class MeasuredCosts:
     errors: tuple[float, float]
     num_steps: int
     pauses: tuple[Pause, ...] = ()
-    spread: tuple[float, ...] = ()
+    spread: StepSpread = StepSpread()
 
     @property
     def about(self) -> str:
@@ -359,12 +373,17 @@ def read_costs(path: str) -> MeasuredCosts:
             for name, kind in (("host", HostCosts), ("cold", Cold))
         )
         pauses = tuple(Pause(*(float(each[name]) for name in ("length", "device", "host"))) for each in value["pauses"])
-        errors, spread = (tuple(float(share) for share in value[name]) for name in ("errors", "spread"))
+        errors = tuple(float(share) for share in value["errors"])
+        spread = StepSpread(**{name: tuple(map(float, factors)) for name, factors in value["spread"].items()})
         tiles = Tiles(**{name: int(size) for name, size in value["tiles"].items()})
         read = {"tiles": tiles, "host": host, "cold": cold, "pauses": pauses, "errors": errors, "spread": spread}
         found = MeasuredCosts(**{**value, **tables, **read})
         numbers = [cost for table in tables.values() for _, cost in table] + [found.per_key, found.per_pair]
-        numbers += [cost for each in (host, cold, *pauses) for cost in vars(each).values()] + [*errors, *spread]
+        numbers += [cost for each in (host, cold, *pauses) for cost in vars(each).values()] + [
+            *errors,
+            *spread.decode,
+            *spread.mixed,
+        ]
         sizes = [[size for size, _ in table] for table in tables.values()] + [[each.length for each in pauses]]
         if not found.decode or any(own != sorted(set(own)) for own in sizes) or not np.isfinite(numbers).all():
             raise ValueError("sizes and seconds")
@@ -375,8 +394,9 @@ def read_costs(path: str) -> MeasuredCosts:
             or not all(1 <= size < 1 << 31 for size in vars(tiles).values())
         ):
             raise ValueError("values")
-        if spread and len(spread) != len(SPREAD_SHARES) or list(spread) != sorted(spread):
-            raise ValueError("spread")
+        for factors in (spread.decode, spread.mixed):
+            if factors and len(factors) != len(SPREAD_SHARES) or list(factors) != sorted(factors):
+                raise ValueError("spread")
         if not isinstance(found.options, dict) or not 1 <= found.num_pages < 1 << 40:
             raise ValueError("values")
     except OSError:

@@ -17,7 +17,7 @@ from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.batches.packing import Packer, StepInput
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.simulate.costs import SPREAD_SHARES, Costs
+from jaxengine.simulate.costs import Costs
 
 
 class VirtualTime:
@@ -151,9 +151,8 @@ class SimulatedRunner:
                 seconds = own if len(own) > len(seconds) else list(map(max, own, seconds))
                 pending.num_rows = max(pending.num_rows, num_rows)
         seconds[0] += on_device
-        if len(self.costs.spread):
-            factor = float(np.interp(self._rng.random(), SPREAD_SHARES, self.costs.spread))
-            seconds = [each * factor for each in seconds]
+        factor = self.costs.spread.factor(step.bucket, self._rng.random())
+        seconds = [each * factor for each in seconds]
         host = self.costs.host
         dispatch = host.dispatch + host.dispatch_row * pending.num_rows + host.dispatch_prompts * has_prompts
         self.time.now += self._due + dispatch + host.dispatch_cold * pending.cold + paused

@@ -14,7 +14,7 @@ from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.simulate.calibrate import costs_of, simulated
-from jaxengine.simulate.costs import SPREAD_SHARES, Cold, Pause, read_costs
+from jaxengine.simulate.costs import SPREAD_SHARES, Cold, Pause, StepSpread, read_costs
 from jaxengine.simulate.loop import Outcome
 from jaxengine.simulate.trace import read_trace, trace_of
 from tests.conftest import use_scheduler
@@ -75,23 +75,28 @@ def test_costs_are_measured_and_read_again(make_llm, tiny_options, tmp_path):
     prompts = [[2] * 20, [3] * 9, [4] * 30]
     outcome = simulated(llm.core.runner, trace_of("three", prompts, [8, 20, 4], 4), costs)
     assert outcome.seconds > 0 and (outcome.first_token > 0).all() and len(outcome.intervals) == 29
-    assert len(costs.spread) == len(SPREAD_SHARES) and list(costs.spread) == sorted(costs.spread)
-    assert costs.spread[0] < 1 < costs.spread[-1]
+    for factors in (costs.spread.decode, costs.spread.mixed):
+        assert len(factors) == len(SPREAD_SHARES) and list(factors) == sorted(factors)
+        assert factors[0] < 1 < factors[-1]
 
-    def of_steps(*spread: float) -> list[float]:
+    def of_steps(spread: StepSpread) -> list[float]:
         changed = dataclasses.replace(costs, spread=spread)
         found = simulated(llm.core.runner, trace_of("three", prompts, [8, 20, 4], 4), changed)
         return [step.seconds for step in found.steps]
 
-    exact, drawn = np.array(of_steps()), of_steps(*costs.spread)
+    exact, drawn = np.array(of_steps(StepSpread())), of_steps(costs.spread)
     assert drawn == [step.seconds for step in outcome.steps] and len(set((drawn / exact).round(9))) > 10
-    np.testing.assert_allclose(of_steps(*[2.0] * len(SPREAD_SHARES)), 2 * exact)
+    decodes = np.array([step.bucket.decode_only for step in outcome.steps])
+    factors = [(value,) * len(SPREAD_SHARES) for value in (2.0, 3.0)]
+    np.testing.assert_allclose(of_steps(StepSpread(*factors)), np.where(decodes, 2.0, 3.0) * exact)
 
     def apart(**changed) -> Outcome:
         """Run three requests, each long after the one before, and steps without a spread."""
         trace = trace_of("three", prompts, [8, 20, 4], 4)
         requests = [dataclasses.replace(each, arrival=9.0 * index) for index, each in enumerate(trace.requests)]
-        fixed = dataclasses.replace(costs, **{"spread": (), "pauses": (), "cold": Cold(0.1, 0.0, 0.5), **changed})
+        fixed = dataclasses.replace(
+            costs, **{"spread": StepSpread(), "pauses": (), "cold": Cold(0.1, 0.0, 0.5), **changed}
+        )
         return simulated(llm.core.runner, dataclasses.replace(trace, requests=tuple(requests)), fixed)
 
     more = apart(pauses=(Pause(2.0, 0.5, 0.25),)).first_token - apart().first_token
