@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxengine.plan.plan import SplitPlan
 
 VERSION = 4
-# Shares of the measured steps at which a StepSpread has its factors. The last ones decide the 99th percentile of what takes
-# a few steps, such as a first token.
+# Shares of the measured steps at which a StepSpread has its factors. The last ones decide the 99th percentile of what
+# takes a few steps, such as a first token.
 SPREAD_SHARES = (0.005, *(share / 20 for share in range(1, 20)), 0.99, 0.995, 0.998)
 # Context lengths for which a roofline's attention is computed; between them it is interpolated.
 _CONTEXTS = (0, *(1 << power for power in range(4, 25)))

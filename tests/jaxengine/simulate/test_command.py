@@ -157,8 +157,10 @@ def test_planted_costs_are_found_among_steps_that_were_held_up():
 
 def test_prompts_and_pauses_cool_the_caches():
     cold, table = Cold(tokens=16 / math.log(2), idle=0.1 / math.log(2), remains=0.5), ((1, 0.01), (1024, 0.01))
-    lost = [((1, seconds), (1024, seconds)) for seconds in (0.008, 0.016)]
-    costs = MeasuredCosts("", "cpu", {}, 1, table, table, Tiles(), 0.0, 0.0, cold, *lost, HostCosts(), (0.0, 0.0), 0)
+    lost, more = (((1, seconds), (1024, seconds)) for seconds in (0.008, 0.016))
+    costs = MeasuredCosts(
+        "", "cpu", {}, 1, table, table, Tiles(), 0.0, 0.0, cold, lost, more, HostCosts(), (0.0, 0.0), 0
+    )
     costs = replace(costs, pauses=(Pause(0.1, 0.004, 0.002),))
     none, decode = np.empty(0), Bucket(1, 1)
     assert costs.cold_after(0.0, Bucket(16, 4)) == pytest.approx(0.5)
