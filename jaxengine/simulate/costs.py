@@ -330,9 +330,9 @@ class MeasuredCosts:
     def idle(self, cold: float, seconds: float) -> tuple[float, float, float]:
         """Return (cold share, additional seconds of the device, of the host) after an idle time of `seconds`."""
         lengths = [0.0, *(pause.length for pause in self.pauses)]
-        device, host = ([0.0, *(getattr(pause, name) for pause in self.pauses)] for name in ("device", "host"))
-        more = (float(np.interp(seconds, lengths, values)) for values in (device, host))
-        return self.cold.paused(cold, seconds), *more
+        device = float(np.interp(seconds, lengths, [0.0, *(pause.device for pause in self.pauses)]))
+        host = float(np.interp(seconds, lengths, [0.0, *(pause.host for pause in self.pauses)]))
+        return self.cold.paused(cold, seconds), device, host
 
     def write(self, path: str) -> None:
         """Write the costs as JSON to a file, for `read_costs`. An existing file is replaced. Raises OSError."""
@@ -368,10 +368,8 @@ def read_costs(path: str) -> MeasuredCosts:
             name: tuple((int(size), float(cost)) for size, cost in value[name])
             for name in ("decode", "mixed", "cold_decode", "cold_mixed")
         }
-        host, cold = (
-            kind(**{name: float(cost) for name, cost in value[name].items()})
-            for name, kind in (("host", HostCosts), ("cold", Cold))
-        )
+        host = HostCosts(**{name: float(cost) for name, cost in value["host"].items()})
+        cold = Cold(**{name: float(cost) for name, cost in value["cold"].items()})
         pauses = tuple(Pause(*(float(each[name]) for name in ("length", "device", "host"))) for each in value["pauses"])
         errors = tuple(float(share) for share in value["errors"])
         spread = StepSpread(**{name: tuple(map(float, factors)) for name, factors in value["spread"].items()})
