@@ -286,7 +286,7 @@ def text(costs: MeasuredCosts) -> str:
 
 def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]], idle: float) -> list[MeasuredStep]:
     """Return the steps with their times, computed from the timeline's records of the same steps. idle: seconds without
-    work before the first of them, which begins with warm caches.
+    work before the first of them; before these, the caches were warm.
 
     A step's seconds count from its dispatch or from the arrival of the previous step's tokens, whichever is later, to
     the arrival of its own tokens. Its `after` is the time from the arrival of its tokens to the start of the next
