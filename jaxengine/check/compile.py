@@ -35,6 +35,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.cache import plain_cards, platform_of
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.kernel_rows import PLATFORM_OF_OPTION
+from jaxengine.runner.base.garbage import few_collections
 from jaxengine.runner.base.memory import (
     MemoryPlan,
     StageNeeds,
@@ -405,7 +406,7 @@ def main() -> int:
 
     request = CompileRequest(**json.load(sys.stdin))
     try:
-        with plain_cards() if request.kernels == "xla" else nullcontext():
+        with few_collections(), plain_cards() if request.kernels == "xla" else nullcontext():
             Compiler(request, reply).run()
     except TooSmall as error:
         reply({"event": "refused", "reason": str(error), "too_small": True})

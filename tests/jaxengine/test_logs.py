@@ -21,7 +21,7 @@ from jaxengine.pallas_kernels.attention.xla import attend
 from jaxengine.pallas_kernels.matmul.hopper import quantized
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.processes.api_process import is_news
-from tests.test_architecture import sources, where
+from tests.test_architecture import nodes_of, sources, where
 
 
 @pytest.fixture
@@ -97,7 +97,9 @@ def test_every_logger_that_writes_is_below_the_engines():
     """A module's logger has its module's name, under which `log_to_stderr` shows it; others are only configured."""
     wrong, own = [], 0
     for module, (path, tree) in sources().items():
-        for node in ast.walk(tree):
+        if "getLogger" not in path.read_text():
+            continue
+        for node in nodes_of(tree):
             if not isinstance(node, ast.Assign) or "getLogger" not in ast.unparse(node.value):
                 continue
             if ast.unparse(node.value) == "logging.getLogger(__name__)" and module.startswith("jaxengine."):

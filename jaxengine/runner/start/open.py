@@ -24,6 +24,7 @@ from jaxengine.config.kv.kv_cache import is_coded
 from jaxengine.models.cache import platform_of, product_platform_of
 from jaxengine.models.kernel_rows import has_kernels, is_kernel, plain_operations, why_no_kernels, without_rows
 from jaxengine.runner.base.card import claim_card
+from jaxengine.runner.base.garbage import few_collections
 from jaxengine.runner.base.memory import TooLong
 from jaxengine.runner.extensions.settle import item_sizes, settled
 from jaxengine.runner.model_runner import ModelRunner
@@ -142,6 +143,7 @@ def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource,
     return source, config
 
 
+@few_collections()
 def load_runner(
     source: ModelSource,
     config: ResolvedConfig,

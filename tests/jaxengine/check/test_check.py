@@ -25,6 +25,7 @@ from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.layout import MeshLayout
+from tests.fast_compile import fast_compile, fast_compile_environment
 from tests.models.tiny import with_attention
 from tests.tables import each_row
 
@@ -107,7 +108,8 @@ def test_steps_with_drafts_and_adapters(compiler):
 def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     """Everything compiles and nothing is copied."""
     # Of machine code, which nothing here looks at.
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    fast = fast_compile_environment()["XLA_FLAGS"]
+    monkeypatch.setenv("XLA_FLAGS", f"{fast} --xla_backend_optimization_level=0")
     base = str(tmp_path / "base.json")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     common = ["check", "--model", model, "--buckets", "short", *flags]
@@ -193,7 +195,8 @@ def test_memory_is_planned_for_all_layers(compiler, monkeypatch):
     monkeypatch.setitem(SHAPES, "small", dataclasses.replace(shape, hidden_size=64, intermediate_size=96))
     made, (three,) = compiler(model="small:1", max_model_len=1024), compiler(model="small:3", max_model_len=1024).stages
     (one,) = made.stages
-    plan = made._plan(made.stages[0], made.whole[0])
+    with fast_compile():
+        plan = made._plan(made.stages[0], made.whole[0])
     assert made.stages[0].weight_bytes == one.weight_bytes < plan.of_all.weights == three.weight_bytes
     assert plan.of_all.kv_bytes == 100 * three.page_bytes == 3 * 100 * one.page_bytes
     assert plan.of_all.programs > plan.held

@@ -99,7 +99,14 @@ def fitted(folder: Path, name: str) -> str:
     return write(folder / "fitted", raw, stored | {"lm_head.weight": lm_head.astype(np.float32)})
 
 
-@pytest.mark.parametrize(("method", "name"), [("dflash", "qwen3"), ("dspark", "llama")])
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        # Its blocks are in tests/jaxengine/runner/extensions/test_draft_blocks.py, its layers in DSpark's heads, too.
+        pytest.param("dflash", "qwen3", marks=pytest.mark.thorough("a DSpark head without its two matrices")),
+        ("dspark", "llama"),
+    ],
+)
 def test_drafts_are_right_where_the_head_cannot_be_wrong(method, name, tmp_path, executables_dir):
     head = fitted(tmp_path / "head", name)
     drafts = {"method": method, "model": head, "num_speculative_tokens": NUM_DRAFTS}

@@ -28,24 +28,26 @@ def poison(data: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @pytest.fixture(autouse=True)
-def taken(monkeypatch):
-    """Pages that slots have taken for tokens to come, with whatever they held before."""
+def taken():
+    """Pages that slots have taken for tokens to come, with whatever they held before.
+
+    Without the fixture monkeypatch: no program reads what is replaced, so engines share theirs.
+    """
     pages: list[int] = []
 
-    def watch(name: str) -> None:
-        take = getattr(PageTables, name)
-
-        def watched(tables, *arguments):
+    def watched(take):
+        def taking(tables, *arguments):
             before = len(tables.deltas)
             take(tables, *arguments)
             for _, _, found in tables.deltas[before:]:
                 pages.extend(found.tolist())
 
-        monkeypatch.setattr(PageTables, name, watched)
+        return taking
 
-    watch("grow")
-    watch("grow_by_one")
-    return pages
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("grow", "grow_by_one"):
+            patch.setattr(PageTables, name, watched(getattr(PageTables, name)))
+        yield pages
 
 
 def poison_pages(llm, pages: np.ndarray) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 
 from jaxengine.media.processors.grids import learned_places
 from jaxengine.models.config.fields import ConfigFields
@@ -37,6 +36,8 @@ def patches_of(wanted: Any, patch: int) -> list[np.ndarray]:
 )
 def test_pixels_and_places_are_those_of_transformers(index, most, splits, count, tmp_path):
     """Whole images and crops, in squares of 980 and of 490 pixels, which have 49 and 9 whole patches."""
+    from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil  # a second of every process
+
     made: Any = processor(tmp_path, NAME)
     theirs = AriaImageProcessorPil(**{key: value for key, value in CASES[NAME]["images"].items() if "type" not in key})
     options = {"max_image_size": most, "split_image": splits}

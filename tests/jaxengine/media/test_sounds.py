@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.signal import resample_poly
 
 from jaxengine.config.inputs.multimodal import MediaOptions
 from jaxengine.media.base.errors import MediaError
@@ -44,6 +43,13 @@ def wav(values: np.ndarray, code: int, bits: int, rate: int, channels: int = 1, 
     head = struct.pack("<HHIIHH", code, channels, rate, rate * width, width, bits)
     chunks = b"fmt " + struct.pack("<I", 16) + head + b"LIST\x03\0\0\0abc\0" + b"data" + struct.pack("<I", len(content))
     return b"RIFF" + struct.pack("<I", 4 + len(chunks) + len(content)) + b"WAVE" + chunks + content
+
+
+def resample_poly(samples: np.ndarray, up: int, down: int) -> np.ndarray:
+    """SciPy's, whose import takes seconds: every process of tests collects this file."""
+    from scipy.signal import resample_poly
+
+    return resample_poly(samples, up, down)
 
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000, 16001, 96000])

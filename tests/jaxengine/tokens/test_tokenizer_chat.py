@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -326,14 +325,6 @@ def test_templates_that_overstep(chatml, template):
 def test_output_is_bounded():
     with pytest.raises(OverflowError, match="more than 16777216 characters"):
         chat_sandbox.render("{{ 'x' * 20000000 }}", {})
-
-
-def test_no_template_runs_outside_the_sandbox():
-    names = {"Environment", "NativeEnvironment", "SandboxedEnvironment", "Template"}
-    for path in Path(jaxengine.__file__).parent.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        calls = {ast.unparse(node.func).split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        assert not calls & names, path
 
 
 def test_chat_does_not_import_transformers():

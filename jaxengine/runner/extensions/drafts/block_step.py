@@ -20,7 +20,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.forward_pass import SampledRows
 from jaxengine.runner.extensions.drafts.head_step import DraftHeadSpec, HeadWeights, step_before
-from jaxengine.runner.extensions.drafts.step import Rows, draw_drafts, unpack_drafting
+from jaxengine.runner.extensions.drafts.step import draw_drafts, unpack_drafting
 
 
 def make_fill(spec: DraftHeadSpec) -> Callable:
@@ -59,9 +59,8 @@ def make_block_draft(spec: DraftHeadSpec) -> Callable:
         head, model = spec.both(weights)
         assert state.tokens is not None
         sizes, batch = head.sizes, spec.unpack(state.slots, state.tokens.last_token, buffer).batch
-        batch = _blocks(batch, rows, sizes.mask_token, from_anchor=sizes.from_anchor)
+        batch, first = blocks_of(batch, rows.last_token, sizes.mask_token, from_anchor=sizes.from_anchor)
         hidden, kv = head(batch, kv, head.embeddings(batch.token_ids, model))
-        first = batch.ragged[0].cu_q_lens[:-1] + (0 if sizes.from_anchor else 1)
         places = first[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
         products = head.products(hidden[jnp.minimum(places, len(hidden) - 1).reshape(-1)], model)
         products = products.reshape(-1, num_drafts, products.shape[1])
@@ -80,9 +79,14 @@ def make_block_draft(spec: DraftHeadSpec) -> Callable:
     return draft
 
 
-def _blocks(batch: ForwardBatch, rows: Rows, mask_token: int, *, from_anchor: bool) -> ForwardBatch:
-    """Return the batch of each row's block: the last known token, followed by masks in place of its drafts.
+def blocks_of(
+    batch: ForwardBatch, last_token: jax.Array, mask_token: int, *, from_anchor: bool
+) -> tuple[ForwardBatch, jax.Array]:
+    """Return the batch of each row's block, the last known token and then masks, and the places that predict the first
+    draft of each row, i32[S]; the others follow.
 
+    batch: of the tokens that a step verifies, a row's last known one and its drafts.
+    last_token: i32[S].
     from_anchor: whether the last known token stands in place of the first draft, so that a block is one token shorter.
     """
     (ragged,), token = batch.ragged, jnp.arange(len(batch.token_ids), dtype=jnp.int32)
@@ -98,6 +102,7 @@ def _blocks(batch: ForwardBatch, rows: Rows, mask_token: int, *, from_anchor: bo
         shorter = {"cu_q_lens": starts, "kv_lens": kv_lens, "slot_mapping": slots, "num_decode": jnp.int32(0)}
         positions, ragged = positions[source], ragged._replace(**shorter)
     is_first = (token[:, None] == starts[:-1]) & (starts[1:] > starts[:-1])
-    last = jnp.sum(jnp.where(is_first, rows.last_token, 0), axis=1, dtype=jnp.int32)
+    last = jnp.sum(jnp.where(is_first, last_token, 0), axis=1, dtype=jnp.int32)
     token_ids = jnp.where(jnp.any(is_first, axis=1), last, mask_token)
-    return batch._replace(token_ids=token_ids, positions=positions, ragged=(ragged,))
+    first = ragged.cu_q_lens[:-1] + (0 if from_anchor else 1)
+    return batch._replace(token_ids=token_ids, positions=positions, ragged=(ragged,)), first
