@@ -75,18 +75,23 @@ class Quantization:
 
     def names_of(self, module: str) -> list[str]:
         """Return the names that the checkpoint's configuration may have for `module` of the model: this name, and those
-        with prefixes, parts and suffixes changed back; of a tower's module also those behind "model.", as transformers
+        with prefixes, suffixes and parts changed back; of a tower's module also those behind "model.", as transformers
         5 has all towers; for an expert's module also the name of the stack of all experts.
         """
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [whole, *(old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new))]
         if module not in HEADS:
             renamed += [f"{MODEL}{name}" for name in renamed if not name.startswith(MODEL)]
+        renamed += [f"{name}." for name in self._with_other_ends([name.removesuffix(".") for name in renamed])]
         renamed += [name.replace(new, old) for name in renamed for old, new in self.parts if new in name]
         names = [name.removesuffix(".") for name in renamed]
         names += [stack for name in names for stack in _stacks(name)]
+        return [*names, *self._with_other_ends(names)]
+
+    def _with_other_ends(self, names: Sequence[str]) -> list[str]:
+        """Return those of `names` that end as the model's `suffixes` do, with the checkpoint's ends."""
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
-        return names + [name.removesuffix(new) + old for name, old, new in ends]
+        return [name.removesuffix(new) + old for name, old, new in ends]
 
 
 def _stacks(module: str) -> list[str]:
