@@ -43,6 +43,7 @@ from jaxengine.sharding.layout import MeshLayout
 _SUFFIX = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 _NO_FACTORS = RopeFactors()
 QUANTIZATION = "quantization_config"
+_TEXT = ("text_config", "llm_config", "language_config")  # where wrappers have the fields of a language model
 
 
 def family_of(architecture: str, *, nested: bool = False) -> tuple[str, str | None]:
@@ -128,8 +129,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     model = model_for_hf(hf_architecture(fields), nested=fields.mapping("text_config") is not None)
     stored = fields.value(QUANTIZATION, None)
     stored = fields.value("compression_config", None) if stored is None else stored  # as compressed-tensors once had it
-    if stored is None and (text := fields.mapping("text_config")) is not None:
-        stored = text.get(QUANTIZATION)
+    for name in _TEXT if stored is None else ():
+        stored = (fields.mapping(name) or {}).get(QUANTIZATION) if stored is None else stored
     names = model.checkpoint_names
     prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_base(names))
     if isinstance(stored, Mapping) and fields.has("expert_dtype"):  # as DeepSeek-V4 has it

@@ -23,7 +23,7 @@ from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
 from jaxengine.checkpoint.remote import RemoteFolder
 from jaxengine.checkpoint.sentence_transformers import TOKENIZER
-from jaxengine.checkpoint.stored_head import with_stored_experts, with_stored_frequencies, with_stored_head
+from jaxengine.checkpoint.stored_head import with_plain_modules, with_stored_frequencies, with_stored_head
 from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.base.stores import is_url
@@ -317,7 +317,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
         if isinstance(weights, SafetensorsCheckpoint):
             weights = with_token_maps(under_transformers_names(weights, model), path, model)
         model = with_stored_head(model, raw, weights)
-        model = with_stored_frequencies(with_stored_experts(model, weights), weights)
+        model = with_stored_frequencies(with_plain_modules(model, weights), weights)
         if pooling is not None and weights is not None and not isinstance(weights, Path):
             names = model_for_hf(model.architecture).checkpoint_names
             weights = with_own_files(path, weights, names, pooling.pooler)

@@ -1,12 +1,13 @@
 """Decides from the weights what a checkpoint's configuration gets wrong: whether the LM head is tied to the embedding,
-whether experts are quantised, and the frequencies of rope.
+which modules are not quantised, and the frequencies of rope.
 
 transformers 5 writes a class default of `tie_word_embeddings` at the top level of a wrapper, whatever its text_config
 has, and fine-tuned models with a separate head often keep the base model's value. So the weights decide, as in
 transformers 5: a head that differs from the embedding is not tied.
 
 In transformers 5 the experts of a layer are one parameter and no linear layers. So a tool that quantises all linear
-layers leaves them as they are, and does not list them among the modules that it ignored.
+layers leaves them as they are, and does not list them among the modules that it ignored. Tools that quantise the
+language model of a model with a tower do not always list the tower's matrices, as InternVL's AWQ checkpoints.
 
 ESM-2 was trained with frequencies that were rounded to float16, which its checkpoints keep; those of the configuration
 give other embeddings.
@@ -15,7 +16,8 @@ give other embeddings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import RopeScaling
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import ExpertRows, WeightSource
+from jaxengine.models.quantization.base.online import Rounded
+from jaxengine.models.quantization.base.quantized import Quantized
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.registry import model_for_hf
 from jaxengine.models.weights.formats.orbax import read_layout
@@ -37,6 +41,8 @@ logger = logging.getLogger(__name__)
 TIED = "tie_word_embeddings"
 # Rows of head and embedding that are compared here. The loader compares all rows of those that count as equal.
 MAX_ROWS = 256
+_FLOATS = ("float32", "float16", "bfloat16")
+_EXPERT, _FIRST = re.compile(r"\.experts\.\d+\."), ".experts.0."
 
 
 def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: WeightSource | Path | None) -> ModelConfig:
@@ -66,27 +72,60 @@ def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: Weight
     return replace(model, tie_word_embeddings=False)
 
 
-def with_stored_experts(model: ModelConfig, weights: WeightSource | Path | None) -> ModelConfig:
-    """Return the config with a `quantization` that takes the experts of a layer as they are, if the checkpoint has them
-    in stacks of plain numbers.
+def with_plain_modules(model: ModelConfig, weights: WeightSource | Path | None) -> ModelConfig:
+    """Return the config with a `quantization` that takes modules as they are of which the checkpoint has plain numbers
+    alone: matrices, and the experts of a layer in stacks. It has their names as `unlisted`.
 
     weights: a checkpoint, or a folder in device layout. Nothing changes for such a folder, for dummy weights (None),
-    and for a model whose checkpoint is not quantised.
+    and for a model whose checkpoint is not quantised. Raises ModelFileError for files that cannot be read.
     """
     if weights is None or isinstance(weights, Path) or not isinstance(model.quantization, Quantization):
         return model
     names = model_for_hf(model.architecture).checkpoint_names
-    of_rows = names.expert_rows or ExpertRows((), ())
-    ends = tuple(f".experts.mlp.{matrix}" for matrix in (*of_rows.rows, *of_rows.turned))
+    stored = {names.renamed(name): name for name in weights.names()}
+    plain = (*_plain_stacks(stored, names.expert_rows), *_plain_matrices(stored, weights, model.quantization))
+    return replace(model, quantization=replace(model.quantization, unlisted=plain)) if plain else model
+
+
+def _plain_stacks(names: Iterable[str], rows: ExpertRows | None) -> list[str]:
+    """Return the modules of experts that are stored in stacks of plain numbers. names: renamed names of all tensors."""
+    rows = rows or ExpertRows((), ())
+    ends = tuple(f".experts.mlp.{matrix}" for matrix in (*rows.rows, *rows.turned))
     rests: dict[str, set[str]] = {}
-    for name in map(names.renamed, weights.names()):
+    for name in names:
         parts = (name.rsplit(".", 2)[0], "", "") if name.endswith(ends) else split_stack(name)
         if parts is not None:
             rests.setdefault(parts[0], set()).add(parts[2])
-    plain = [experts for experts, found in rests.items() if found <= {"", BIAS}]
-    if not plain:
-        return model
-    return replace(model, quantization=replace(model.quantization, ignored=(*model.quantization.ignored, *plain)))
+    return [experts for experts, found in rests.items() if found <= {"", BIAS}]
+
+
+def _plain_matrices(stored: Mapping[str, str], weights: WeightSource, quantization: Quantization) -> list[str]:
+    """Return the modules of which the checkpoint has a matrix of floats with 16 bits or more and no scales, and which
+    `quantization` takes for quantised. The first expert's stands for those of all experts, which must be alike.
+
+    stored: names of all tensors by their renamed ones. Raises ModelFileError for files that cannot be read.
+    """
+    kinds: dict[str, set[str]] = {}
+    for name in stored:
+        module, _, kind = name.rpartition(".")
+        kinds.setdefault(module, set()).add(kind)
+    plain = {
+        module
+        for module, own in kinds.items()
+        if "weight" in own and own <= {"weight", "bias"} and _holds_floats(weights, stored[f"{module}.weight"])
+    }
+    others = {_EXPERT.sub(_FIRST, module) for module in kinds.keys() - plain}
+    found = []
+    for module in sorted({_EXPERT.sub(_FIRST, module) for module in plain} - others):
+        scheme = quantization(module)
+        if isinstance(scheme, Quantized) and not isinstance(scheme.stored, Rounded):
+            found.append(module)
+    return found
+
+
+def _holds_floats(weights: WeightSource, name: str) -> bool:
+    """Return whether a tensor is a matrix of floats with 16 bits or more."""
+    return len(weights.shape(name)) == 2 and str(weights.read(name, slice(0, 0)).dtype) in _FLOATS
 
 
 def with_stored_frequencies(model: ModelConfig, weights: WeightSource | Path | None) -> ModelConfig:

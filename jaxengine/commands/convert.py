@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.checkpoint.model_source import open_model
-from jaxengine.checkpoint.stored_head import with_stored_experts
 from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.quantization.base.rules import Quantization
+from jaxengine.models.registry import build_model
 from jaxengine.models.weights.adapters.folder import MAX_RANK, read_adapter
 from jaxengine.models.weights.adapters.pools import targets_of
 from jaxengine.models.weights.formats.orbax import save_checkpoint
@@ -55,9 +58,9 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         if source.weights is None or not source.path.is_dir():
             problem = f"model {config.model or 'the embedded one'!r} has no safetensors to convert"
             raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
-        # A converted folder has no stacks to decide from: its configuration would ask for quantised experts.
-        if config.quantization is None and with_stored_experts(source.config, source.weights) is not source.config:
-            problem = f"{config.model!r} is quantised and has plain experts, which its config.json does not say"
+        # A converted folder has no such tensors to decide from: its configuration would ask for quantised ones.
+        if config.quantization is None and (plain := _unlisted(source.config)) is not None:
+            problem = f"{config.model!r} is quantised except for {plain}, which its config.json does not say"
             raise ConfigError.because("model", problem, "serve it from its own folder")
         if merge_lora is not None and source.config.quantization is not None:
             problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
@@ -80,6 +83,18 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
             source.close()
             print(f"writing {folder}", file=sys.stderr)
             save_checkpoint(part, params, model, mesh=mesh, files=source.files_beside_weights(), kv_scales=scales)
+
+
+def _unlisted(model: ModelConfig) -> str | None:
+    """Return a module that the model has as it is in the checkpoint, though its config.json says that it is quantised;
+    None if there is none.
+    """
+    if not isinstance(model.quantization, Quantization) or not model.quantization.unlisted:
+        return None
+    said = replace(model, quantization=replace(model.quantization, unlisted=()))
+    built = (declared_params(build_model(each, Build("float32"))) for each in (said, model))
+    before, now = ({source.name for param in params for source in param.decl.sources} for params in built)
+    return min((name.rpartition(".")[0] for name in now - before), default=None)
 
 
 def _check_own(model: ModelConfig, modules: Iterable[str]) -> None:

@@ -50,6 +50,7 @@ class Quantization:
       listed: names of further plain modules in transformers' form: a part of a name between dots, which may end in a
         dot, with "*" for anything, or a regular expression that must match the beginning of a name up to a dot or its
         end.
+      unlisted: names of further plain modules, and of all experts of a layer, which only the weights tell.
       with_heads: whether LINEAR includes HEADS.
       with_tables: whether the rules apply to token tables, too, which then stay quantised.
       prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
@@ -61,6 +62,7 @@ class Quantization:
     rules: tuple[tuple[tuple[str, ...], Stored | None], ...]
     ignored: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
     with_heads: bool = False
     with_tables: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -73,18 +75,23 @@ class Quantization:
 
     def names_of(self, module: str) -> list[str]:
         """Return the names that the checkpoint's configuration may have for `module` of the model: this name, and those
-        with prefixes, parts and suffixes changed back; of a tower's module also those behind "model.", as transformers
+        with prefixes, suffixes and parts changed back; of a tower's module also those behind "model.", as transformers
         5 has all towers; for an expert's module also the name of the stack of all experts.
         """
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [whole, *(old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new))]
         if module not in HEADS:
             renamed += [f"{MODEL}{name}" for name in renamed if not name.startswith(MODEL)]
+        renamed += [f"{name}." for name in self._with_other_ends([name.removesuffix(".") for name in renamed])]
         renamed += [name.replace(new, old) for name in renamed for old, new in self.parts if new in name]
         names = [name.removesuffix(".") for name in renamed]
         names += [stack for name in names for stack in _stacks(name)]
+        return [*names, *self._with_other_ends(names)]
+
+    def _with_other_ends(self, names: Sequence[str]) -> list[str]:
+        """Return those of `names` that end as the model's `suffixes` do, with the checkpoint's ends."""
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
-        return names + [name.removesuffix(new) + old for name, old, new in ends]
+        return [name.removesuffix(new) + old for name, old, new in ends]
 
 
 def _stacks(module: str) -> list[str]:
@@ -113,11 +120,12 @@ class Everywhere:
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
     """Return the scheme of the model's module `module`: that of the first rule that matches it; plain storage if none
-    does, or if `ignored` or `listed` matches it. Results are cached. Raises ModelConfigError for an invalid expression,
-    and if matching the expressions of this quantization_config takes too many steps in total.
+    does, or if `ignored`, `listed` or `unlisted` matches it. Results are cached. Raises ModelConfigError for an invalid
+    expression, and if matching the expressions of this quantization_config takes too many steps in total.
     """
     names, effort = quantization.names_of(module), _effort(quantization)
-    if _any_fits(quantization.ignored, names, effort, linear=False):
+    ignored = (*quantization.ignored, *quantization.unlisted)
+    if _any_fits(ignored, names, effort, linear=False):
         return _PLAIN
     if any(_is_listed(entry, name, effort) for entry in quantization.listed for name in names):
         return _PLAIN

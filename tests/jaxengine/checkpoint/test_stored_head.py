@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.checkpoint.model_source import open_model
-from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_experts, with_stored_head
+from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_plain_modules, with_stored_head
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.architectures import usual_name
 from jaxengine.models.build import Build
@@ -164,17 +164,42 @@ def test_stacks_of_plain_numbers_are_experts_that_are_not_quantised():
         raw = json.loads((FOLDER / name / "config.json").read_text())
         read = read_hf(raw | {"quantization_config": FORMATS["ct int channel"][0]})
         shapes = json.loads((FOLDER / name / TENSORS).read_text())["shapes"]
-        stored = Weights(dict.fromkeys(shapes))
-        chosen = with_stored_experts(read, stored).quantization
+        stored = Weights({tensor: np.broadcast_to(np.int8(0), shape) for tensor, shape in shapes.items()})
+        chosen = with_plain_modules(read, stored).quantization
         assert read.quantization is not None and chosen is not None
         parts = ("w1", "v1", "w2") if name == "dbrx" else ("gate_proj", "up_proj", "down_proj")
         modules = [f"{experts}.experts.{{expert}}.{each}" for each in parts]
         assert [type(read.quantization(each)).__name__ for each in modules] == 3 * ["Quantized"], name
         assert [type(chosen(each)).__name__ for each in modules] == 3 * ["Plain"], name
         assert type(chosen("model.layers.1.self_attn.o_proj")).__name__ == "Quantized", name
-        assert with_stored_experts(read, None) is read
-    # Stacks with scales are quantised, and experts with tensors of their own as the configuration says.
-    scaled = {f"{aria}.experts.{each}": None for each in ("gate_up_proj", "down_proj", "down_proj_scale_inv")}
-    apart = {f"{aria}.experts.{expert}.gate_proj.weight": None for expert in range(2)}
-    for tensors in (scaled, apart):
-        assert with_stored_experts(read, Weights(tensors)) is read
+        assert with_plain_modules(read, None) is read
+    # Stacks with scales are quantised, and experts with tensors of their own unless those of all are plain.
+    scaled = {f"{aria}.experts.{each}": ROWS for each in ("gate_up_proj", "down_proj", "down_proj_scale_inv")}
+    apart = {f"{aria}.experts.{expert}.gate_proj.weight": ROWS for expert in range(2)}
+    mixed = apart | {f"{aria}.experts.1.gate_proj.weight_scale": ROWS}
+    for tensors in (scaled, mixed):
+        assert with_plain_modules(read, Weights(tensors)) is read
+    chosen = with_plain_modules(read, Weights(apart)).quantization
+    assert chosen is not None
+    parts = [type(chosen(f"{aria}.experts.{{expert}}.{part}_proj")).__name__ for part in ("gate", "down")]
+    assert parts == ["Plain", "Quantized"]
+
+
+def test_matrices_of_plain_numbers_are_not_quantised():
+    """Whatever the configuration lists: InternVL's AWQ checkpoints list nothing, and have a plain tower."""
+    raw = json.loads((FOLDER / "internvl_vision" / "config.json").read_text())
+    text, half, start = raw.pop("text_config"), np.zeros((2, 2), np.float16), "language_model.model.layers.0.self_attn"
+    plain = "vision_model.encoder.layers.0.mlp.fc1", f"{start}.o_proj"
+    tensors = {f"{module}.{kind}": half for module in plain for kind in ("weight", "bias")}
+    tensors |= {f"{start}.q_proj.{kind}": half for kind in ("qweight", "qzeros", "scales")}
+    tensors |= {f"{start}.k_proj.weight": half.astype(np.int8), f"{start}.v_proj.weight": half}
+    tensors[f"{start}.v_proj.weight_scale"] = half
+    own = {"quantization_config": FORMATS["awq"][0]}
+    modules = *(f"model.layers.0.self_attn.{each}_proj" for each in "oqkv"), "vision_tower.encoder.layer.0.mlp.fc1"
+    for changes in ({"text_config": text, **own}, {"text_config": text | own}, {"llm_config": text | own}):
+        chat = {"architectures": ["InternVLChatModel"]} if "llm_config" in changes else {}
+        read = read_hf(raw | chat | changes)
+        chosen = with_plain_modules(read, Weights(tensors)).quantization
+        assert read.quantization is not None and chosen is not None
+        found = ["".join(type(each(name)).__name__[0] for name in modules) for each in (read.quantization, chosen)]
+        assert found == ["QQQQQ", "PQQQP"], changes

@@ -140,6 +140,7 @@ def test_names_of_a_model_of_more_than_text():
     perceiver = "vit.layers.0.mlp.dense_h_to_4h", "vit.perceive.mlp", "vit.layers.0.mlp.dense_4h_to_h"
     sight = "model.vision_model.transformer.layers.0.self_attn"
     encoder = "vision_tower.vision_encoder.encoder.layers.0.self_attn"
+    radio, own = "vision_model.radio_model.model.blocks.0", "vision_model.encoder.layer.0.attention"
     joined = "multi_modal_projector.cross_attn.multihead_attn.in_proj"
     for name, plain, modules, kinds in (
         (
@@ -156,6 +157,7 @@ def test_names_of_a_model_of_more_than_text():
             (f"{encoder}.q_proj", f"{encoder}.v_proj", f"{encoder}.out_proj"),
             "ppq",
         ),
+        ("nemotron_nano_vl_vision", [f"{radio}.attn.qkv"], (f"{own}.q_proj", f"{own}.v_proj", f"{own}.o_proj"), "ppq"),
         ("bailing_moe", ["model.layers.0.self_attn.k_proj"], ("model.layers.0.attention.query_key_value",), "p"),
         # Joined parameters, which no list names, as they are no modules.
         ("aria_vision", [], (joined, "multi_modal_projector.cross_attn.multihead_attn.out_proj"), "pq"),
