@@ -162,6 +162,15 @@ class Tokenizer:
         (encoding,) = self._encodings([(text, other)], True)
         return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
 
+    def places(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
+        """Return the token ids of `encode` and for each token the numbers of its first character in the text and of the
+        one behind it, (0, 0) for a special token that was added; None instead of these if lower-casing (`lowers`)
+        changes the number of characters. Raises RequestError(param="prompt") under the same conditions as `encode`.
+        """
+        (encoding,) = self._encodings([text], add_special_tokens, offsets=True)
+        moved = self.lowers and len(text.lower()) != len(text)
+        return encoding.ids, None if moved else encoding.offsets
+
     def beginning(self, text: str, count: int) -> str:
         """Return a beginning of `text` that has at most `count` tokens without special ones, cut before the character
         that the next token is of; all of the text if it has no more. Lower-cased if `lowers`. count: at least 1. Raises

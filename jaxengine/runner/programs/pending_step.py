@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxengine.runner.base.transfers import fetched
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.scheduler.batches.buckets import Bucket
 
@@ -28,7 +29,7 @@ class PendingStep:
         self,
         bucket: Bucket,
         forwarded: Forwarded,
-        fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
+        fetch: Callable[[jax.Array], np.ndarray] = fetched,
         given: Mapping[str, Any] | None = None,
     ):
         """Store the results of a forward pass.

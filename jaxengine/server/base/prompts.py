@@ -119,6 +119,20 @@ class PromptEncoder:
             return tokenizer.encode_batch(texts, add_special_tokens)
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
+    async def places(
+        self, text: str, ids: Sequence[int], side: str | None, *, add_special_tokens: bool
+    ) -> list[tuple[int, int]] | None:
+        """Return the places in `text` of its tokens `ids`, see Tokenizer.places. None if they are not its tokens, all
+        or, cut to a `side` (see `cut`), the last or first ones, and for a text of more characters than max_model_len
+        tokens can have. Computed on a thread. Raises OverloadedError if too many calls wait for one.
+        """
+        if len(text) > self._most_chars():
+            return None
+        tokenizer = self._inputs.require_tokenizer()
+        whole, places = await self._workers.run(tokenizer.places, text, add_special_tokens)
+        kept = slice(len(ids)) if side == "right" else slice(len(whole) - len(ids), None)
+        return places[kept] if places is not None and whole[kept] == list(ids) else None
+
     async def beginnings(self, texts: Sequence[str], count: int) -> list[str]:
         """Return the beginning of each text that has at most `count` tokens, see Tokenizer.beginning. Computed on a
         thread; more characters than max_model_len tokens can have are cut off first. Raises RequestError for invalid

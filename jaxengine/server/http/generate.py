@@ -110,9 +110,9 @@ class GenerateRequest(NamedRequest):
         "output_mode": ("tokens",),
         "reasoning_ended": (),
         "reasoning_parser_kwargs": (),
-        "token_offsets": (),
     }
-    ignored = frozenset(("parse_context",))  # only used with other values of output_mode
+    # The first is only used with other values of output_mode; the second says where a /render found the tokens.
+    ignored = frozenset(("parse_context", "token_offsets"))
 
     # Checked by read_prompts, as the prompts of completions are.
     token_ids: Annotated[list[int], SkipValidation]

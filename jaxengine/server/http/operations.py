@@ -77,8 +77,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes for operators: /reset_prefix_cache, /reset_mm_cache, /abort_requests, /server_info and, with
-    profiler_config, /start_profile and /stop_profile. Return a router without routes unless enable_admin is set.
+    """Return the routes for operators: /reset_prefix_cache, /reset_mm_cache, /abort_requests, /server_info,
+    /get_world_size and, with profiler_config, /start_profile and /stop_profile. Return a router without routes unless
+    enable_admin is set.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
@@ -141,6 +142,16 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         settings = {"engine": dataclasses.asdict(engine.inputs.config), "server": server}
         more = {name: await engine.utility(name) for name in ("adapter_forms", "mm_cache")}
         return {**settings, "weights": weights, **more, "vllm_config": _vllm_config(engine)}
+
+    @routes.get("/get_world_size")
+    async def get_world_size(include_dp: bool = True) -> dict[str, int]:
+        """Return `world_size`, the devices of the engine by the sizes of its parallelism, or those of one data-parallel
+        part of it without include_dp. Trainers ask for it before they open a transport of weights, whose refusal says
+        what to use.
+        """
+        config = engine.inputs.config
+        size = config.tensor_parallel_size * config.pipeline_parallel_size
+        return {"world_size": size * (config.data_parallel_size if include_dp else 1)}
 
     return routes
 

@@ -19,7 +19,7 @@ from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder
-from jaxengine.server.http.answer.answers import Answer, answers
+from jaxengine.server.http.answer.answers import ABSENT, Answer, answers
 from jaxengine.server.http.answer.sse import encode_json, json_response
 from jaxengine.server.http.chat.cohere_protocol import CohereChatRequest
 from jaxengine.server.http.chat.protocol import ChatRequest
@@ -37,10 +37,38 @@ from jaxengine.server.http.responses.protocol import ResponsesRequest, as_respon
 # Fields of SamplingParams that /inference/v1/generate sets itself.
 _ITS_OWN = frozenset(("detokenize", "output_kind"))
 _DEFAULTS = SamplingParams()
+_PLACES = "return_token_offsets"
+
+
+class RenderedChatRequest(ChatRequest):
+    """A conversation to render.
+
+    Attributes:
+      return_token_offsets: also return `token_offsets`, the places of the tokens in the rendered conversation.
+    """
+
+    refused = {name: neutral for name, neutral in ChatRequest.refused.items() if name != _PLACES}
+    return_token_offsets: bool | None = None
+
+
+class RenderedCompletionRequest(CompletionRequest):
+    """Prompts to render.
+
+    Attributes:
+      return_token_offsets: also return `token_offsets`, the places of the tokens in the prompt.
+    """
+
+    refused = {name: neutral for name, neutral in CompletionRequest.refused.items() if name != _PLACES}
+    return_token_offsets: bool | None = None
 
 
 class Rendered(Answer):
-    """A body of /inference/v1/generate."""
+    """A body of /inference/v1/generate.
+
+    Attributes:
+      token_offsets: of each token, the numbers of its first character in the text and of the one behind it; null if the
+        tokens are not those of a text.
+    """
 
     request_id: str
     model: str
@@ -52,6 +80,7 @@ class Rendered(Answer):
     return_token_ids: bool | None
     cache_salt: str | None
     priority: int | None
+    token_offsets: list[tuple[int, int]] | None = ABSENT
 
 
 def sampling_fields(params: SamplingParams, *, has_masks: bool) -> dict[str, Any]:
@@ -155,7 +184,20 @@ async def _conversation(
     await run.prepare()
     shared = _shared(body, asked, model, run.params, engine.inputs.config.return_sampling_mask)
     longest = engine.inputs.config.max_model_len
-    return json_response(_rendered(shared, field, name, run.prompt, run.params, longest))
+    found = _rendered(shared, field, name, run.prompt, run.params, longest)
+    if isinstance(body, RenderedChatRequest) and body.return_token_offsets:
+        found["token_offsets"] = await server.renderer.places(body, run.prompt)
+    return json_response(found)
+
+
+async def _add_places(body: RenderedCompletionRequest, rendered: list[dict[str, Any]], encoder: PromptEncoder) -> None:
+    """Add token_offsets to the Rendered of each prompt of `body`, in order."""
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    for text, each in zip(texts or (), rendered, strict=False):
+        special = body.add_special_tokens is not False
+        ids, side = each["token_ids"], body.truncation_side
+        is_text = isinstance(text, str)
+        each["token_offsets"] = await encoder.places(text, ids, side, add_special_tokens=special) if is_text else None
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -166,7 +208,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/v1/chat/completions/render", response_class=Response)
     @answers(Rendered)
-    async def render_chat(body: ChatRequest, request: Request) -> Response:
+    async def render_chat(body: RenderedChatRequest, request: Request) -> Response:
         """Return the tokens and sampling parameters of a conversation. Raises the errors of `_conversation`."""
         return await _conversation(server, body, body, request, "chatcmpl", "messages")
 
@@ -210,7 +252,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/v1/completions/render", response_class=Response)
     @answers(list[Rendered])
-    async def render_completions(body: CompletionRequest, request: Request) -> Response:
+    async def render_completions(body: RenderedCompletionRequest, request: Request) -> Response:
         """Return the tokens and sampling parameters of each prompt. Raises RequestError for a request that cannot be
         served or rendered, also for other fields whose copies, one for each prompt, are longer than max_request_bytes;
         ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
@@ -224,11 +266,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         if (size := number * len(encode_json(shared))) > config.max_request_bytes and number > 1:
             problem = f"prompt holds {number} prompts, for each of which the other fields are repeated: {size} bytes"
             raise RequestError(f"{problem}; allowed: {config.max_request_bytes} (max_request_bytes)", param="prompt")
-        return json_response(
-            [
-                _rendered(shared, "prompt", f"{name}-{at}" if number > 1 else name, prompt, run.params, longest)
-                for at, prompt in enumerate(run.prompts)
-            ]
-        )
+        rendered = [
+            _rendered(shared, "prompt", f"{name}-{at}" if number > 1 else name, prompt, run.params, longest)
+            for at, prompt in enumerate(run.prompts)
+        ]
+        if body.return_token_offsets:
+            await _add_places(body, rendered, encoder)
+        return json_response(rendered)
 
     return routes

@@ -80,6 +80,7 @@ class CohereError(Answer):
 
 class PromptTokensDetails(Answer):
     cached_tokens: int
+    created_cache_tokens: int = ABSENT
     multimodal_tokens: dict[str, int] = ABSENT
 
 

@@ -140,6 +140,7 @@ class ChatAnswer:
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens
         counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)
+        counts["prompt_tokens_details"]["created_cache_tokens"] = run.num_created_cache_tokens
         if run.num_media_tokens:
             counts["prompt_tokens_details"]["multimodal_tokens"] = dict(run.num_media_tokens)
         if run.has_reasoning:

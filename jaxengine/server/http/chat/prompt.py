@@ -65,6 +65,13 @@ class ChatRenderer:
         self._verify_tokens(prompt["prompt_token_ids"])  # now with the placeholders of images
         return prompt
 
+    async def places(self, body: ChatRequest, prompt: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Return the places of the tokens of `prompt`, the result of `prompt` for this request, in its text: see
+        PromptEncoder.places. Raises OverloadedError if too many texts wait.
+        """
+        text, ids, special = prompt["prompt"], prompt["prompt_token_ids"], bool(body.add_special_tokens)
+        return await self._encoder.places(text, ids, body.truncation_side, add_special_tokens=special)
+
     async def token_ids(self, body: ChatRequest) -> list[int]:
         """Return the token ids of a conversation, with the placeholders of its images. They are not truncated and may
         exceed the model's context. Raises RequestError for a conversation that cannot be rendered or whose images

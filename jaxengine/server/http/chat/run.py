@@ -16,6 +16,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, suffix_of, tool_format
 from jaxengine.parsers.scan.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
+from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.media.inputs import READY
 from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.params.options import RequestOptions
@@ -79,6 +80,8 @@ class ChatRun:
       params: the engine's sampling parameters.
       prompt: text and token ids; empty before `prepare`.
       num_completion_tokens, num_reasoning_tokens, num_cached_tokens: numbers of tokens so far.
+      num_created_cache_tokens: the prompt's tokens whose pages this request added to the prefix cache, whole pages that
+        were not found there; 0 before the first output, and without prefix caching.
       num_media_tokens: of the prompt's tokens, those that stand for images, videos and sounds, by modality; empty
         before `prepare`.
     """
@@ -111,7 +114,7 @@ class ChatRun:
         self._reasoning_texts: dict[int, list[str]] = {}
         self._count_parsed, self._calling, self._is_stream = COUNT_PARSED.get(), set[int](), is_stream
         self.num_completion_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_created_cache_tokens = 0
         self.num_media_tokens: Mapping[str, int] = {}
         self.num_reasoning_tokens = 0
 
@@ -209,6 +212,7 @@ class ChatRun:
             try:
                 async for output in outputs:
                     self.num_cached_tokens = output.num_cached_tokens or 0
+                    self.num_created_cache_tokens = _created_cache_tokens(engine.inputs, output)
                     long = sum(len(each.text) for each in output.outputs) > _LONG_TEXT
                     pieces = await asyncio.to_thread(self._read, output) if long else self._read(output)
                     self._count_ended(output)
@@ -335,3 +339,12 @@ class ChatRun:
         if stops := self._stop_token_ids:
             changes["stop_token_ids"] = [*(body.stop_token_ids or ()), *stops]
         return body.sampling_params(inputs, self._server.config, **changes)
+
+
+def _created_cache_tokens(inputs: InputProcessor, output: RequestOutput) -> int:
+    """Return how many tokens of an output's prompt were added to the prefix cache: see `num_created_cache_tokens`."""
+    config = inputs.config
+    if not config.enable_prefix_caching:
+        return 0
+    given = len(output.prompt_token_ids)
+    return max(0, given - given % config.block_size - (output.num_cached_tokens or 0))

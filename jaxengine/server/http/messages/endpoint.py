@@ -145,11 +145,13 @@ class _Message:
         return output.finish_reason == "stop" and self._writer.calls and not is_cut
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage object with the token counts so far; cached tokens are not counted as input tokens."""
-        cached = self._run.num_cached_tokens
+        """Return the usage object with the token counts so far. Tokens that were found in the prefix cache, or written
+        to it, are not counted as input tokens.
+        """
+        cached, created = self._run.num_cached_tokens, self._run.num_created_cache_tokens
         return {
-            "input_tokens": len(self._run.prompt["prompt_token_ids"]) - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": len(self._run.prompt["prompt_token_ids"]) - cached - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
             "output_tokens": self._run.num_completion_tokens,
         }

@@ -20,7 +20,6 @@ NOT_BUILT: dict[str, str] = {
     "/collective_rpc": "workers run no code of callers; see docs/reinforcement_learning.md for weights and sleep",
     "/fault_tolerance": "the server restarts its engine itself; see docs/serving.md",
     "/finish_weight_update": _ONE_CALL,
-    "/get_world_size": _ONE_CALL,
     "/init_weight_transfer_engine": _ONE_CALL,
     "/is_scaling_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
     "/kv_event_sources": "--kv-events-config names the endpoint of events; see docs/serving.md",
@@ -95,7 +94,8 @@ _PROFILES = "--enable-admin and --profiler-config"
 # Path -> options of `jaxengine serve` with which it is served.
 SWITCHED_OFF: dict[str, str] = {
     "/inference/v1/abort_requests": _ADMIN,
-    **dict.fromkeys(("/abort_requests", "/reset_mm_cache", "/reset_prefix_cache", "/server_info"), _ADMIN),
+    **dict.fromkeys(("/abort_requests", "/get_world_size", "/server_info"), _ADMIN),
+    **dict.fromkeys(("/reset_mm_cache", "/reset_prefix_cache"), _ADMIN),
     **dict.fromkeys(("/is_paused", "/is_sleeping", "/pause", "/resume", "/sleep", "/wake_up"), _ADMIN),
     **dict.fromkeys(("/areal_continue_generation", "/areal_pause_generation", "/areal_update_weights"), _ADMIN),
     **dict.fromkeys(("/release_kv_cache_memory", "/update_weights", "/weight_info"), _ADMIN),

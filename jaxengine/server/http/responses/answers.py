@@ -64,6 +64,7 @@ Item = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 class InputTokensDetails(Answer):
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputTokensDetails(Answer):

@@ -185,9 +185,10 @@ class _Making:
     def usage(self) -> dict[str, Any]:
         """Return the usage object with the token counts so far."""
         run, given = self._run, len(self._run.prompt["prompt_token_ids"])
+        cached = {"cached_tokens": run.num_cached_tokens, "cache_write_tokens": run.num_created_cache_tokens}
         return {
             "input_tokens": given,
-            "input_tokens_details": {"cached_tokens": run.num_cached_tokens},
+            "input_tokens_details": cached,
             "output_tokens": run.num_completion_tokens,
             "output_tokens_details": {"reasoning_tokens": run.num_reasoning_tokens},
             "total_tokens": given + run.num_completion_tokens,

@@ -78,6 +78,25 @@ async def test_a_stream_of_several_answers_joined_is_the_whole(client):
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
+async def test_usage_tells_what_was_found_in_the_prefix_cache_and_what_was_added(app, chat_engine):
+    """In vLLM's words, Anthropic's and OpenAI's: whole pages of the prompt that were not found there are added."""
+    prompt, size = chat_engine.inputs.chat_prompt(HI)["prompt_token_ids"], chat_engine.inputs.config.block_size
+    whole = len(prompt) - len(prompt) % size
+    ask = {"model": "tiny", "cache_salt": "its own", "max_tokens": 2}
+    first, again = [
+        (await post(app, "/v1/chat/completions", **ask, messages=HI)).json["usage"]["prompt_tokens_details"]
+        for _ in range(2)
+    ]
+    found = again["cached_tokens"]
+    assert (first["cached_tokens"], first["created_cache_tokens"]) == (0, whole) and found > 0
+    assert again["created_cache_tokens"] == whole - found
+    message = (await post(app, "/v1/messages", **ask, messages=HI)).json["usage"]
+    assert message["cache_read_input_tokens"] == found and message["cache_creation_input_tokens"] == whole - found
+    assert message["input_tokens"] == len(prompt) - whole
+    response = (await post(app, "/v1/responses", model="tiny", cache_salt="its own", input="Hi")).json["usage"]
+    assert response["input_tokens_details"] == {"cached_tokens": found, "cache_write_tokens": whole - found}
+
+
 async def test_usage_in_every_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     stream = await client.chat.completions.create(**ASK, stream=True, stream_options=options)

@@ -426,5 +426,6 @@ async def test_operators_may_abort_and_forget(chat_engine, tmp_path):
         assert info["engine"]["max_model_len"] == 256
         assert info["vllm_config"]["lora_config"] is info["vllm_config"]["weight_transfer_config"] is None
         assert info["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+        assert (await client.get("/get_world_size?include_dp=false")).json() == {"world_size": 1}
         assert (await client.get("/server_info?config_format=text")).json()["error"]["code"] == 400
         assert {row["format"] for row in info["weights"]} == {"as it is"} and info["weights"][0]["bytes"] > 0

@@ -242,6 +242,18 @@ async def test_what_is_rendered_generates_the_same(app, chat_engine):
         assert (refused.status, refused.json["error"]["param"]) == (400, name)
     long = await post(app, "/v1/completions/render", prompt="word " * 300)
     assert (long.status, long.json["error"]["param"]) == (400, "prompt")
+    texts = {"prompt": ["Hi there", "ü 😀"], "return_token_offsets": True}
+    for each, text in zip((await post(app, "/v1/completions/render", **texts)).json, texts["prompt"], strict=True):
+        pieces = [text[start:end] for start, end in each["token_offsets"]]
+        assert len(pieces) == len(each["token_ids"]) and pieces[-1] and text.endswith(pieces[-1])
+        assert (await post(app, PATH, **each)).status == 200
+    short = await post(app, "/v1/completions/render", **texts, truncate_prompt_tokens=1)
+    assert [each["token_offsets"][0][1] for each in short.json] == [len(text) for text in texts["prompt"]]
+    placed = (await post(app, "/v1/chat/completions/render", **chat, return_token_offsets=True)).json
+    assert len(placed["token_offsets"]) == len(placed["token_ids"]) > 3
+    given = {"prompt": [5, 6], "return_token_offsets": True}
+    assert (await post(app, "/v1/completions/render", **given)).json[0]["token_offsets"] is None
+    assert (await post(app, "/v1/completions", **given)).error["param"] == "return_token_offsets"
     # A field that each prompt's entry repeats cannot multiply the size of a request.
     small, salted = create_app(chat_engine, ServerConfig(max_request_bytes=1024)), {"cache_salt": "s" * 200}
     refused = await post(small, "/v1/completions/render", prompt=[[5]] * 8, **salted)
