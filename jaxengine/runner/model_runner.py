@@ -21,7 +21,6 @@ from jaxengine.models.cache import product_platform_of
 from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.runner.base.extension import Epilogue
 from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, heap_bytes, plan_stages, return_free_memory, trim_heap
-from jaxengine.runner.base.transfers import fetched
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
@@ -305,7 +304,7 @@ class ModelRunner:
 
     def fetch(self, array: jax.Array) -> np.ndarray:
         """Wait for a result and return it as a numpy array."""
-        return fetched(array) if self.peers is ALONE else self.peers.run(lambda: fetched(array))
+        return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
         """Return i32[V]: for each token, 2 * (times in the output) + (1 if it is in the prompt)."""

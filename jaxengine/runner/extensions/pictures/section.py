@@ -21,7 +21,6 @@ from jaxengine.runner.base.extension import (
 )
 from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.runner.base.program import Program
-from jaxengine.runner.base.transfers import sending
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
 from jaxengine.runner.extensions.pictures.placed import PlacePrograms, placed_layout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
@@ -141,13 +140,11 @@ class EncoderPool(StageExtension):
         programs: programs of the tower that encodes the items; None for the first tower.
         """
         encode = self._stage.program(self.name, (programs or self._programs).name(pictures.patches.shape[1]))
-        with sending():
-            self.rows = encode(self._stage.params, self.rows, *pictures)
+        self.rows = encode(self._stage.params, self.rows, *pictures)
 
     def place(self, embeddings: PlaceInput) -> None:
         """Dispatch the writing of embeddings of requests into the pool, which is donated, and replaced."""
-        with sending():
-            self.rows = self._stage.program(self.name, self._programs.name(PLACE))(self.rows, *embeddings)
+        self.rows = self._stage.program(self.name, self._programs.name(PLACE))(self.rows, *embeddings)
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
         """Return the pool for a bucket whose messages have the field; else None."""

@@ -20,7 +20,6 @@ from jaxengine.models.layers.attention.attention import RaggedBatch
 from jaxengine.models.layers.attention.cross_attention import StepSounds
 from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageShape
 from jaxengine.runner.base.program import Program, abstract_params, program_on
-from jaxengine.runner.base.transfers import sending
 from jaxengine.runner.extensions.sounds.section import NAME as SOUNDS
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.extensions.sounds import MAX_ALIGNED
@@ -125,8 +124,7 @@ class Aligner(HostExtension):
                     end = len(text.token_ids)
                     own[:_HEADER] = text.row, text.first, end, text.positions
                     own[_HEADER : _HEADER + end] = text.token_ids
-            with sending():
-                left.append(align(stage.params, stage.extensions[SOUNDS].rows, message))
+            left.append(align(stage.params, stage.extensions[SOUNDS].rows, message))
         pending.outputs[NAME] = left
 
     def fetch(self, pending: PendingStep) -> list[np.ndarray]:
