@@ -129,8 +129,9 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     model = model_for_hf(hf_architecture(fields), nested=fields.mapping("text_config") is not None)
     stored = fields.value(QUANTIZATION, None)
     stored = fields.value("compression_config", None) if stored is None else stored  # as compressed-tensors once had it
-    for name in _TEXT if stored is None else ():
-        stored = (fields.mapping(name) or {}).get(QUANTIZATION) if stored is None else stored
+    if stored is None:
+        texts = (fields.mapping(name) or {} for name in _TEXT)
+        stored = next((text[QUANTIZATION] for text in texts if text.get(QUANTIZATION) is not None), None)
     names = model.checkpoint_names
     prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_base(names))
     if isinstance(stored, Mapping) and fields.has("expert_dtype"):  # as DeepSeek-V4 has it

@@ -93,7 +93,8 @@ class Cycles:
         busy: half of the requests run when the engine goes to sleep, and the others arrive while it sleeps. At level 2
         waking includes restoring the weights, which come from host memory. Clears the prefix cache.
         """
-        llm, tasks, half, cpu = self._llm, list[asyncio.Task[list[list[int]]]](), len(self._prompts) // 2, _cpu()
+        llm, tasks, half = self._llm, list[asyncio.Task[list[list[int]]]](), len(self._prompts) // 2
+        cpu = time.process_time()
         await llm.reset_prefix_cache()
         found: dict[str, Any] = {"before": alive(), "waited": 0, "equal": True}
         if busy:
@@ -120,13 +121,8 @@ class Cycles:
         else:
             found["first"] = await self._first_token()
         await llm.reset_prefix_cache()
-        found |= {"after": alive(), "warm": await self._first_token(), "cpu": _cpu() - cpu}
+        found |= {"after": alive(), "warm": await self._first_token(), "cpu": time.process_time() - cpu}
         return found | {"sleep": times[1] - times[0], "wake": times[2] - waking}
-
-
-def _cpu() -> float:
-    """Return the processor seconds that this process has used."""
-    return time.process_time()
 
 
 def run(args: Namespace, recorder: Recorder) -> None:

@@ -37,7 +37,7 @@ _WARM = 16
 _COMING = 16
 # Seconds before a load in which the engine has nothing to do: one after the other, load by load.
 _PAUSES = (0.0, 0.02, 0.1, 0.5)
-# Candidate caches.
+# Candidates for MeasuredCosts.cold: tokens, idle seconds and the share that remains.
 _COLD = tuple(
     itertools.starmap(Cold, itertools.product((64.0, 256.0, 1024.0), (0.0, 0.05, 0.2), (0.3, 0.5, 0.6, 0.7, 0.8)))
 )

@@ -89,8 +89,8 @@ class StepSpread:
 
 @dataclass(frozen=True)
 class Pause:
-    """What the first step after a pause takes longer: `device` and `host` seconds, after `length` seconds without
-    requests.
+    """Cost of a pause of `length` seconds without requests: the additional seconds of the first step after it, on the
+    device and of the host.
     """
 
     length: float

@@ -46,7 +46,6 @@ class StepTime:
       seconds: on the device, from the beginning of the first stage to the end of the last.
       keys, pairs: see `costs.Tiles.attended`, summed over all replicas.
       longest: tokens of the longest row.
-      cold: see `Costs.seconds`.
     """
 
     bucket: Bucket
@@ -58,7 +57,6 @@ class StepTime:
     keys: float
     pairs: float
     longest: int = 1
-    cold: float = 0.0
 
 
 @dataclass
@@ -114,7 +112,7 @@ class _Observer(LoopExtension):
         tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
         seconds, (keys, pairs) = pending.ready_at - pending.started, pending.attended.tolist()
         counts, held = (own.num_tokens, own.num_rows, tokens, rows), (keys, pairs, pending.longest)
-        self.steps.append(StepTime(step.record.bucket, *counts, seconds, *held, pending.cold))
+        self.steps.append(StepTime(step.record.bucket, *counts, seconds, *held))
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:

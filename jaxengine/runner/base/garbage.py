@@ -20,7 +20,7 @@ def few_collections() -> Iterator[None]:
     """Let the interpreter collect garbage seldom, until the last of the starts that do so side by side has ended.
 
     Tracing makes objects by the hundred thousand that live until they are compiled. Collections look at each of them,
-    and the full ones at all modules, and find next to nothing: of a small model's start they take a twelfth.
+    and the full ones at all modules, and find next to nothing.
     """
     global _usual, _num_starts
     with _lock:
