@@ -82,7 +82,7 @@ class Quantization:
         renamed = [whole, *(old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new))]
         if module not in HEADS:
             renamed += [f"{MODEL}{name}" for name in renamed if not name.startswith(MODEL)]
-        # Ends twice: before the parts, as a checkpoint may change both of a name, and behind the stacks, which have ends.
+        # Ends twice: before the parts, as a checkpoint may change both of a name, and for the stacks, which have ends.
         renamed += [f"{name}." for name in self._with_other_ends([name.removesuffix(".") for name in renamed])]
         renamed += [name.replace(new, old) for name in renamed for old, new in self.parts if new in name]
         names = [name.removesuffix(".") for name in renamed]
