@@ -30,7 +30,7 @@ from jaxengine.runner.base.memory import (
 )
 from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache, Place
-from jaxengine.runner.executables.layer_chain import FEW_TOKENS, Executable
+from jaxengine.runner.executables.layer_chain import FEW_TOKENS, Executable, num_blocks
 from jaxengine.runner.programs.program_needs import estimate_needs, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.programs.step_programs import StepPrograms
@@ -143,7 +143,7 @@ class StageRunner:
         compiled.
         """
         passes = [
-            kept_bytes(workspace_bytes(each.memory_analysis()), self._bytes_of_results(bucket))
+            kept_bytes(workspace_bytes(each.memory_analysis()), self._bytes_of_results(bucket), num_blocks(each))
             for bucket, each in self._forwards.items()
         ]
         passes += [kept_bytes(each.workspace_bytes) for each in self.extensions.values()]
@@ -186,7 +186,7 @@ class StageRunner:
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
         held = sum(needs.held if size >= FEW_TOKENS else needs.held_of_few for size in sizes)
         held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
-        kept = kept_bytes(forward, self._bytes_of_results(bucket)) + self._kept_of_epilogues
+        kept = kept_bytes(forward, self._bytes_of_results(bucket), needs.num_blocks) + self._kept_of_epilogues
         extensions = programs.memory(self.extensions.values())
         return StageNeeds(held, forward + self._bytes_beside_forward, extensions, kept)
 

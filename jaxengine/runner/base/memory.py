@@ -276,11 +276,11 @@ def workspace_bytes(analysis: Any) -> int:
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
-def kept_bytes(workspace: int, results: int = 0) -> int:
+def kept_bytes(workspace: int, results: int = 0, num_blocks: int = 1) -> int:
     """Return the bytes of a program's blocks that the C library keeps after the program has run on a CPU. workspace:
-    as from `workspace_bytes`; results: bytes of the results among it, the rest is one block.
+    as from `workspace_bytes`; results: bytes of the results among it; the rest is `num_blocks` equal blocks.
     """
-    return workspace if workspace - results < _LEAST_MAPPED else results
+    return workspace if workspace - results < num_blocks * _LEAST_MAPPED else results
 
 
 def heap_bytes(kept: int, devices: int) -> int:

@@ -59,7 +59,8 @@ class Chain(NamedTuple):
       calls: in the order of execution.
       results: indices of the leaves of the result.
       peak_bytes: largest number of bytes of live values and temporaries at any time, without arguments and without
-        values that take a donated argument's memory.
+        values that take a donated argument's memory. A program's temporaries are freed a moment after the next program
+        has taken its own: both count.
     """
 
     constants: tuple[tuple[int, np.ndarray], ...]
@@ -111,6 +112,11 @@ class InParts:
 
 
 Executable = jax.stages.Compiled | InParts
+
+
+def num_blocks(compiled: Executable) -> int:
+    """Return the number of blocks of temporaries that a program has at once: two if it is a chain, otherwise one."""
+    return 2 if isinstance(compiled, InParts) else 1
 
 
 class NotStorableError(Exception):
@@ -368,10 +374,11 @@ class _Plan:
         programs: the compiled programs, in the order of `lowered`. Their temporary memory counts in the chain's peak.
         """
         alive: dict[int, int] = {}
-        peak = 0
+        peak = before = 0
         for call in self._calls:
             alive |= {index: self._bytes_of(index) for index in call.outputs}
-            peak = max(peak, sum(alive.values()) + programs[call.program].memory_analysis().temp_size_in_bytes)
+            own = programs[call.program].memory_analysis().temp_size_in_bytes
+            peak, before = max(peak, sum(alive.values()) + before + own), own
             for index in call.last:
                 alive.pop(index, None)
         return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxengine.runner.base.memory import held_bytes, workspace_bytes
 from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache
-from jaxengine.runner.executables.layer_chain import Executable, serialized_bytes
+from jaxengine.runner.executables.layer_chain import Executable, num_blocks, serialized_bytes
 
 
 class ProgramNeeds(NamedTuple):
@@ -22,11 +22,13 @@ class ProgramNeeds(NamedTuple):
       held: bytes that it will hold as long as it is loaded.
       held_of_few: the same for a step of fewer than FEW_TOKENS tokens (jaxengine.runner.executables.layer_chain).
       workspace: bytes that it needs while it runs, without its arguments.
+      num_blocks: number of blocks of its temporaries at once, see `kept_bytes`.
     """
 
     held: int
     held_of_few: int
     workspace: int
+    num_blocks: int
 
 
 def estimate_needs(
@@ -58,7 +60,8 @@ def estimate_needs(
     key = program.arguments, description
     held = executables.get_number("held", *key, lambda: _held_bytes(compiled(), backend)[0])
     of_few = executables.get_number("held of few", *key, lambda: _held_bytes(compiled(), backend)[1])
-    return ProgramNeeds(held, of_few, executables.get_number("workspace", *key, workspace))
+    blocks = executables.get_number("blocks", *key, lambda: num_blocks(compiled()))
+    return ProgramNeeds(held, of_few, executables.get_number("workspace", *key, workspace), blocks)
 
 
 def held_by(

@@ -96,6 +96,7 @@ def test_the_heap_has_the_blocks_of_a_step_on_the_thread_that_waits(monkeypatch)
     """Which is there with more cores than devices; glibc gives back blocks from 32 MiB on whenever they are free."""
     mib = 1 << 20
     assert [kept_bytes(size * mib, 3 * mib) // mib for size in (8, 34, 35, 50)] == [8, 34, 3, 3]
+    assert [kept_bytes(size * mib, 3 * mib, num_blocks=2) // mib for size in (35, 66, 67)] == [35, 66, 3]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     assert [heap_bytes(24 * mib, devices) // mib for devices in (0, 1, 2)] == [0, 28, 2]
 

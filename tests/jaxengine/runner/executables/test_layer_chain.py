@@ -7,6 +7,8 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,16 @@ def test_equal_layers_are_one_program_and_results_are_those_of_the_whole(tmp_pat
                 jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, whole)
             else:
                 assert np.abs(found["x"] - whole["x"]).max() > 0.01
+
+
+def test_the_peak_has_the_temporaries_of_two_programs_that_follow_each_other(tmp_path):
+    for sizes, peak in (((3, 3), 6), ((3, 50), 53)):
+        calls = [SimpleNamespace(program=index, outputs=(), last=()) for index in (0, 1, 0)]
+        programs = [SimpleNamespace(memory_analysis=partial(layer_chain.Analysis, size)) for size in sizes]
+        plan: Any = SimpleNamespace(_calls=calls, _constants={}, _results=())
+        assert layer_chain._Plan.chain(plan, programs).peak_bytes == peak
+    _, compiled = get(tmp_path, make_step())
+    assert layer_chain.num_blocks(compiled) == 2 and layer_chain.num_blocks(compiled.programs[0]) == 1
 
 
 @pytest.mark.parametrize(
