@@ -148,7 +148,7 @@ class StageRunner:
         ]
         passes += [kept_bytes(each.workspace_bytes) for each in self.extensions.values()]
         passes += [kept_bytes(workspace_bytes(each.memory_analysis())) for each in self._programs.values()]
-        return max(passes) + self._kept_of_epilogues
+        return max(*passes, self._kept_of_epilogues)
 
     @property
     def program_bytes(self) -> int:
@@ -186,7 +186,8 @@ class StageRunner:
         sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
         held = sum(needs.held if size >= FEW_TOKENS else needs.held_of_few for size in sizes)
         held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
-        kept = kept_bytes(forward, self._bytes_of_results(bucket), needs.num_blocks) + self._kept_of_epilogues
+        kept = kept_bytes(forward, self._bytes_of_results(bucket), needs.num_blocks)
+        kept = max(kept, self._kept_of_epilogues)
         extensions = programs.memory(self.extensions.values())
         return StageNeeds(held, forward + self._bytes_beside_forward, extensions, kept)
 

@@ -287,7 +287,8 @@ def heap_bytes(kept: int, devices: int) -> int:
     """Return the bytes of one of a process's CPU devices that the C library keeps between the blocks of steps that run:
     those of steps before, on the thread that waits. 0 for no devices.
 
-    kept: `kept_bytes` of a device's step, the forward pass and the epilogue. devices: number of CPU devices.
+    kept: `kept_bytes` of the largest program of a device's step: an epilogue takes memory that its forward pass has
+    freed. devices: number of CPU devices.
     """
     if not devices:
         return 0
