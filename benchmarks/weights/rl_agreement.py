@@ -36,14 +36,15 @@ OPTIONS = {
     "resume": Option(False, "keep the rows of the file"),
     **shared(budget_s=1e9),
 }
-# Little room, so that prompts come in chunks, and a pool so small that requests are preempted.
+# Little room, so that prompts come in chunks, and a pool so small that requests are preempted. Pages are as long as
+# an engine's are by default, so that attention is machine code where jaxengine[cpu] is installed and heads allow it.
 ENGINE = {
     "skip_tokenizer_init": True,
     "max_model_len": 64,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 12,
-    "block_size": 4,
-    "num_gpu_blocks_override": 40,
+    "block_size": 16,
+    "num_gpu_blocks_override": 12,
     "compilation_config": {"cudagraph_capture_sizes": [4], "prefill_sizes": [12]},
     "disable_log_stats": True,
     "enforce_eager": True,

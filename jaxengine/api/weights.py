@@ -67,8 +67,8 @@ class WeightMethods(ABC):
             requests wait in any case. "wait" is refused while `pause_generation` or `sleep` keeps requests, because
             they could not finish.
           kv: whether running requests compute their keys and values again ("recompute") or continue with those that the
-            old weights have computed ("keep"). "drop" is "recompute", and also clears cached prefixes at once. No
-            request uses cached pages that other weights have computed.
+            old weights have computed ("keep"; in a pooling model they compute them again). "drop" is "recompute", and
+            also clears cached prefixes at once. No request uses cached pages that other weights have computed.
           mapping: maps names in params to Hugging Face names; or to (name, order of the array's axes or None, function
             of the array or None); or to ScannedLayers, for an array that stacks a tensor of each layer. Other names are
             not changed.
@@ -115,7 +115,8 @@ class WeightMethods(ABC):
           lora_int_id: number of a new adapter; None for an unused one. A `LoRARequest` for it may have any path.
           mode: whether running requests continue ("keep"), may finish first ("wait") or are ended ("abort").
           kv: whether running requests with this adapter compute their keys and values again ("recompute") or keep them
-            ("keep"). "drop" is "recompute", and also clears all cached prefixes. Other requests keep theirs.
+            ("keep"; in a pooling model they compute them again). "drop" is "recompute", and also clears all cached
+            prefixes. Other requests keep theirs.
 
         Raises WeightUpdateError, whose `faults` list all tensors that are missing, unknown, given twice or of a wrong
         shape, or whose elements are not finite; RequestError; EngineDeadError. On an error the old adapter is kept.

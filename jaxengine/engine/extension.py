@@ -15,6 +15,7 @@ from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
 from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
+from jaxengine.engine.weight_types import KVMode
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.base.config import SchedulerConfig
@@ -183,6 +184,16 @@ def reset_caches(scheduler: Scheduler, *, prefixes: bool = True) -> None:
         scheduler.reset_prefix_cache()
     for extension in scheduler.extensions:
         extension.reset_cache()
+
+
+def preempt_stale(loop: Loop, kv: KVMode, which: Callable[[Request], bool] | None = None) -> None:
+    """Preempt the running requests whose keys and values earlier weights have made, with no step in flight: none with
+    kv="keep", unless the model pools, because the one result of a request would then be of several weights.
+
+    which: selects the requests; None for all.
+    """
+    if kv != "keep" or "pooling" in loop.runner.extensions:
+        loop.scheduler.preempt_all(which)
 
 
 class Hooks:

@@ -41,7 +41,7 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
     ):
         if is_so:
             problem = f"{NAME} is given with {name}, whose results are rounded otherwise"
-            more = ", or let ngram draft" if name == DRAFTS else ""
+            more = ", or let ngram or grammar draft" if name == DRAFTS else ""
             raise ConfigError.because(name, problem, f"leave one of them out{more}")
     for why, is_so in (
         ("pools and generates nothing", model.pooler is not None),

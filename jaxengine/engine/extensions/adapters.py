@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension, reset_caches
+from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension, preempt_stale, reset_caches
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.stats.metric_types import Gauge
 from jaxengine.engine.weight_types import KVMode
@@ -110,16 +110,15 @@ class Adapters(LoopExtension):
         with none in flight; unfinished requests of the adapter continue with the new matrices.
 
         given: the name, its number or None, and the matrices in host memory. kv: treatment of keys and values that the
-        old matrices computed, as in `LLM.update_lora`: "keep" leaves them; "recompute" and "drop" preempt running
-        requests of the adapter; "drop" also resets all prefix caches. In each case the `weights_replaced` of the
-        scheduler's extensions is called. Raises RequestError, with nothing changed, for a number that differs from the
-        name's, and for a new name that cannot be added.
+        old matrices computed, as in `LLM.update_lora`: "keep" leaves them, except in a pooling model; "recompute" and
+        "drop" preempt running requests of the adapter; "drop" also resets all prefix caches. In each case the
+        `weights_replaced` of the scheduler's extensions is called. Raises RequestError, with nothing changed, for a
+        number that differs from the name's, and for a new name that cannot be added.
         """
         scheduler = self.loop.scheduler
         old, new = self.store.replace(given, scheduler.extension("adapters").slots)
         if old is not None:
-            if kv != "keep":
-                scheduler.preempt_all(lambda request: request.adapter is old)
+            preempt_stale(self.loop, kv, lambda request: request.adapter is old)
             for request in scheduler.requests:
                 if request.adapter is old:
                     request.adapter = new

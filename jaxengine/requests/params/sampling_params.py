@@ -121,13 +121,13 @@ def _num_logprobs(name: str, value: Any) -> int:
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
     """Return at most `most` token ids >= 0 as a tuple without repeats, () for None; otherwise raise RequestError."""
-    ids = () if value is None else value
+    ids = () if value is None else value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
         raise refuse(name, value, f"a list of at most {most} token ids")
     # Checking a million ids one by one would take a second.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32_MAX:
         return tuple(dict.fromkeys(ids))
-    allowed_id = _int(0, INT32_MAX, "a list of token ids, each an int >= 0")
+    allowed_id = _int(0, INT32_MAX, "one flat list of token ids, each an int >= 0")
     return tuple(dict.fromkeys(allowed_id(name, token_id) for token_id in ids))
 
 

@@ -9,6 +9,7 @@ import pytest
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.exact import BLOCK_KEYS
+from jaxengine.config.features.speculation import GRAMMAR, METHODS, NGRAM, STORED
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.quantization.registry import rounded
 from jaxengine.pallas_kernels.tuning import XlaAttention
@@ -35,13 +36,25 @@ def test_blocks_of_keys_are_those_of_the_kernel():
     assert XlaAttention().block_kv == BLOCK_KEYS
 
 
-DRAFTS = {"method": "draft_model", "model": "a folder", "num_speculative_tokens": 2}
+DRAFTS = {
+    method: {"method": method, "num_speculative_tokens": 2} | ({"model": "a folder"} if method in STORED else {})
+    for method in METHODS
+}
 REFUSED = {
     "tp": ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size", "given with tensor_parallel_size"),
     "dp": ({"data_parallel_size": 2}, {}, "data_parallel_size", "given with data_parallel_size"),
     "pp": ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size", "given with pipeline_parallel_size"),
     "adapters": ({"enable_lora": True}, {}, "enable_lora", "given with enable_lora"),
-    "drafts": ({"speculative_config": DRAFTS}, {}, "speculative_config", "given with spec.*or let ngram draft"),
+    **{
+        method: (
+            {"speculative_config": drafts},
+            {"num_nextn_predict_layers": 1},
+            "speculative_config",
+            "given with spec.*or let ngram or grammar draft",
+        )
+        for method, drafts in DRAFTS.items()
+        if method not in (NGRAM, GRAMMAR)  # of which tests/jaxengine/rl/test_exact.py compares bits
+    },
     "capture": ({"capture_layers": (0,)}, {}, "capture_layers", "given with capture_layers"),
     "taps": ({"capture": ("residual:0",)}, {}, "capture", "given with capture"),
     "steering": ({"steer": ("residual:0",)}, {}, "steer", "given with steer"),

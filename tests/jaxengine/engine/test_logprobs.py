@@ -138,12 +138,25 @@ def test_known_completions_have_the_logprobs_of_decoding(make_llm):
     assert compiled_programs() == before
 
 
+def test_known_completions_have_the_logprobs_of_decoding_with_experts(executables_dir):
+    """Experts multiply few rows while they decode, and many while they score: in blocks of two to sixteen."""
+    options = OPTIONS | {"load_format": "auto", "model": str(checkpoint("qwen3_moe")), "num_gpu_blocks_override": 200}
+    with LLM(**options, skip_tokenizer_init=True, compile_cache_dir=executables_dir) as llm:
+        prompts = [[each % 90 for each in own] for own in prompts_of(7)]
+        params = [each.clone_with(max_tokens=12) for each in rollout_params(logprobs=0, detokenize=False)]
+        for way in ("in a batch", "alone", "in small steps", "preempted"):
+            changes, alone = RUNS[way]
+            scheduler = use_scheduler(llm, **changes | ({"num_pages": 40} if way == "preempted" else {}))
+            assert_scored_as_recorded(llm, prompts, params, way, alone=alone)
+            assert (scheduler.num_preemptions > 0) == (way == "preempted"), way
+
+
 def head_of(method: str, folder: Path) -> tuple[str, str | None]:
-    """A model without experts, whose products have the same bits for one row and for many, and a head that drafts for
-    it with `method`; None where the head is part of the model.
+    """A model whose products have the same bits for one row and for many, and a head that drafts for it with `method`;
+    None where the head is part of the model.
     """
-    if method == "mtp":  # a dense model, whose next layer has experts
-        (folder / "config.json").write_text(json.dumps(MTP_MODEL | {"first_k_dense_replace": 1}))
+    if method == "mtp":  # the model and its next layer have experts
+        (folder / "config.json").write_text(json.dumps(MTP_MODEL))
         return str(folder), None
     if method == "eagle3":
         about = json.loads((FOLDER / "llama" / "eagle3.json").read_text())

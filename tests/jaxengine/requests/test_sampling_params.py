@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -219,6 +220,17 @@ def test_prompt_logprob_token_ids_ask_for_logprobs_and_share_the_limit():
     assert refused(logprob_token_ids=range(100), prompt_logprob_token_ids=range(29)).param == "prompt_logprob_token_ids"
     with pytest.raises(RequestError, match="prompt_logprob_token_ids must be token ids inside the vocabulary"):
         SamplingParams(prompt_logprob_token_ids=[5, 9]).verify_against(9, 20, 32, True)
+
+
+@each_row("name", ["prompt_logprob_token_ids", "logprob_token_ids", "stop_token_ids", "allowed_token_ids"])
+def test_token_ids_are_one_list_or_array(name):
+    """vLLM's rows of ids, one for each position of a prompt, are refused; so are arrays of more axes or of floats."""
+    for ids in ([5, 6], np.array([5, 6]), np.array([5, 6], np.uint64), [np.int32(5), 6]):
+        assert list(getattr(SamplingParams(**{name: ids}), name)) == [5, 6]
+    for ids in ([[5, 6], [7]], [5, [6]], [[]], np.array([[5], [6]])):
+        assert "one flat list of token ids" in str(refused(**{name: ids}))
+    for ids in (np.array(5), np.array([5.0]), np.array([2**40]), np.array([True])):
+        assert refused(**{name: ids}).param == name
 
 
 def test_where_a_prompts_logprobs_begin():

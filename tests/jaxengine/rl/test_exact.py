@@ -15,13 +15,16 @@ import pytest
 from flax import nnx
 
 from jaxengine import LLM, SamplingParams, open_model
+from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.models.build import Build
 from jaxengine.models.layers.exact import ROWS, check_exact, in_row_blocks
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.rl import Agreement, certify, forward, log_probs
 from tests.conftest import compiled_programs, use_scheduler
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
+from tests.jaxengine.engine.test_speculation import force, forced_workload, make_folder
 from tests.models.conftest import load_recorded
+from tests.sharding.parallel_cases import OPTIONS
 from tests.tables import each_row
 
 VOCAB = 128
@@ -89,6 +92,39 @@ def test_however_a_rollout_runs_the_trainer_has_its_bits(make_llm, tiny_model, d
     ends = np.cumsum([len(row) for row in rows])
     for own, end, expected in zip(completions, ends, rollout, strict=True):
         assert bits(found[end - len(own) : end]) == expected
+
+
+BOTH = [
+    "grammar",
+    pytest.param("ngram", marks=pytest.mark.thorough("as the first, beside the drafts of the test above")),
+]
+
+
+@pytest.mark.parametrize("method", BOTH)
+def test_tokens_that_a_grammar_determines_have_the_bits_of_others(method, tmp_path, executables_dir, monkeypatch):
+    """Several in a step, in steps of every width: as one after the other, and as computed again."""
+    monkeypatch.setattr(structured_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
+    options = OPTIONS | {"model": make_folder(tmp_path), "compile_cache_dir": executables_dir, "rl_exact": True}
+    options |= {"num_gpu_blocks_override": 200}
+    prompts, params = forced_workload(257)
+    chosen = [index for index in range(len(prompts)) if index not in (9, 13)]  # whose grammar ends with an error
+    prompts, params = [prompts[each] for each in chosen], [params[each].clone_with(logprobs=0) for each in chosen]
+    with LLM(**options, speculative_config={"method": method, "num_speculative_tokens": 7}) as llm:
+        known = []
+        for width, pages in ((1, 200), (8, 200), (4, 40)):
+            scheduler = use_scheduler(llm, num_pages=pages)
+            force(llm, width)
+            outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+            completions = [list(each.token_ids) for each in outputs]
+            rollout = [
+                bits([position[token].logprob for token, position in zip(each.token_ids, each.logprobs, strict=True)])
+                for each in outputs
+            ]
+            assert [bits(own) for own in llm.get_logprobs(prompts, completions)] == rollout, width
+            assert scheduler.num_preemptions > 0 or pages == 200
+            known.append((completions, rollout))
+        assert all(each == known[0] for each in known)
+        assert llm.core.engine.extensions.by_name["drafts"].stats.num_forced > 100
 
 
 ENGINE = {

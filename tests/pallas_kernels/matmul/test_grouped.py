@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from platform import machine
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxengine.pallas_kernels.matmul.hopper import group_rows as hopper_rows
 from jaxengine.pallas_kernels.matmul.quantized import quantized_grouped_matmul
 from jaxengine.pallas_kernels.matmul.xla import grouped as grouped_tiles
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
+from tests.tables import each_row
 
 IN, OUT = 40, 24
 # What rows of the registry run, each once; the kernel, which runs in its interpreter, is hopper_products'.
@@ -68,6 +70,22 @@ def test_against_the_oracle(name, dtype):
         assert got.shape == expected.shape and got.dtype == np.float32
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5, err_msg=platform)
         assert not got[outside].any(), platform
+
+
+@pytest.mark.skipif(machine() != "x86_64", reason="in which order XLA adds is known of these processors only")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_row(("inputs", "outputs"), [(IN, OUT), (64, 128), (768, 192), (1408, 64)])
+def test_a_row_has_the_same_bits_in_blocks_of_every_size(dtype, inputs, outputs):
+    """A decode has few rows for each expert, a prompt many: get_logprobs computes in the latter what the former did."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((64, inputs), (4, inputs, outputs)))
+    product, found = compiled(kernel("grouped_matmul", "cpu")), []
+    for count, block in ((1, 2), (2, 2), (4, 4), (8, 8), (16, 16)):
+        assert block_rows_of(4 * count, 4) == block
+        rows = jnp.concatenate([x[16 * group : 16 * group + count] for group in range(4)])
+        found.append(np.asarray(product(rows, w, jnp.full(4, count, jnp.int32)))[::count])
+    for each in found:
+        np.testing.assert_array_equal(each, found[0])
 
 
 def test_the_operation_passes_everything_on():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
-from jaxengine.engine.extension import Events, Loop, reset_caches
+from jaxengine.engine.extension import Events, Loop, preempt_stale, reset_caches
 from jaxengine.engine.extensions.weights.pauses import Pauses
 from jaxengine.engine.extensions.weights.weight_orders import WeightOrders
 from jaxengine.engine.stats.metric_types import Gauge, Histogram, Metric
@@ -145,9 +145,10 @@ class Weights(Pauses):
         """Replace the weights while the engine is paused, and return what was replaced.
 
         Weights that slept are awake afterwards, unless other arrays, such as adapters, are still in host memory.
-        Unfinished requests record the version with the number of their output tokens. Without kv="keep" they are
-        computed again. version: version of the new weights; None for the last version plus one or, if that is a text,
-        for the number of switches including this one. kv: treatment of keys and values of the old weights (KVMode).
+        Unfinished requests record the version with the number of their output tokens. Without kv="keep", and in a
+        pooling model, they are computed again. version: version of the new weights; None for the last version plus one
+        or, if that is a text, for the number of switches including this one. kv: treatment of keys and values of the
+        old weights (KVMode).
 
         Weights of a draft model are replaced as `_switch_draft` describes: neither the version nor the requests'
         records change. Raises RequestError, with nothing changed, for an invalid argument, and for a version with a
@@ -160,8 +161,7 @@ class Weights(Pauses):
             version = self.version + 1 if isinstance(self.version, int) else self._num_switches + 1
         assert self.is_still, "weights are replaced between two steps"
         start, scheduler = time.monotonic(), self.loop.scheduler
-        if kv != "keep":
-            scheduler.preempt_all()
+        preempt_stale(self.loop, kv)
         self._num_switches += 1
         # The digest counts switches: a caller may use a version again for other weights.
         scheduler.replace_weights(hashlib.sha256(self._num_switches.to_bytes(8, "big")).digest())
