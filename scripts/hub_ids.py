@@ -101,6 +101,9 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "AyaVisionForConditionalGeneration": ("CohereLabs/aya-vision-8b",),
     "Cohere2VisionForConditionalGeneration": ("CohereLabs/command-a-vision-07-2025",),
     "InternVLForConditionalGeneration": ("OpenGVLab/InternVL3-1B-hf", "OpenGVLab/InternVL3-8B-hf"),
+    "InternVLQwen3MoeForConditionalGeneration": ("OpenGVLab/InternVL3_5-30B-A3B-HF",),
+    "InternVLGptOssForConditionalGeneration": ("OpenGVLab/InternVL3_5-GPT-OSS-20B-A4B-Preview-HF",),
+    "InternVLInternLM2ForConditionalGeneration": ("OpenGVLab/InternVL2_5-8B",),
     "MllamaForConditionalGeneration": (
         "meta-llama/Llama-3.2-11B-Vision-Instruct",
         "meta-llama/Llama-3.2-90B-Vision-Instruct",

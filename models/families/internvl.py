@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.llava import NAMES, read_text
 from jaxengine.models.params.source import CheckpointNames
@@ -52,9 +53,17 @@ class InternVLForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        first = fields.has("llm_config")
-        fields = _as_transformers(fields) if first else fields
-        return read_text(fields, "qwen2") | {"tower": read_internvl(fields, joined_qkv=first)}
+        fields, tower = fields_and_tower(fields)
+        return read_text(fields, "qwen2") | {"tower": tower}
+
+
+def fields_and_tower(fields: ConfigFields) -> tuple[ConfigFields, TowerConfig]:
+    """Return (the fields of a config.json in transformers' form, the tower's configuration) of an InternVL checkpoint
+    in either form. Raises ModelConfigError for wrong fields.
+    """
+    first = fields.has("llm_config")
+    fields = _as_transformers(fields) if first else fields
+    return fields, read_internvl(fields, joined_qkv=first)
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:

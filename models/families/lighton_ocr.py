@@ -32,8 +32,9 @@ class LightOnOcrForConditionalGeneration(Qwen3ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        # Whatever the file says, the projector's activation is GELU, and it has no biases.
+        # Whatever the file says, the projector's activation is GELU, it has no biases, and it gets the last states.
         fixed: dict[str, Any] = {"projector_hidden_act": "gelu", "multimodal_projector_bias": False}
+        fixed["vision_feature_layer"] = -1
         fields = ConfigFields({**fields.with_defaults(tie_word_embeddings=True).raw, **fixed})
         text = text_fields(fields).with_defaults(**TEXTS["qwen3"][1])
         if text.text("model_type", "qwen3") != "qwen3":

@@ -96,9 +96,9 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
 
 
 def _read_pixtral(fields: ConfigFields) -> TowerConfig:
-    """Return the config of Pixtral's tower, of whose last hidden states LLaVA's class must use all. Raises
-    ModelConfigError for wrong fields, and unless `vision_feature_layer` and `vision_feature_select_strategy`, which are
-    others by default, say so.
+    """Return the config of Pixtral's tower, of whose hidden states, by default those before its last layer, LLaVA's
+    class must use all. Raises ModelConfigError for wrong fields, and unless `vision_feature_select_strategy`, which is
+    another by default, says so.
     """
     fields = fields.with_defaults(vision_feature_layer=-2, vision_feature_select_strategy="default")
     fields.require(vision_feature_select_strategy="full")

@@ -84,12 +84,9 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
     absent vision_config means all defaults, and for Mistral 3 patches of 14 pixels instead of 16.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
-    None for Pixtral, whose projector neither norms nor merges, and of which the last hidden states are used. Raises
-    ModelConfigError for wrong fields.
+    None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError for wrong fields.
     """
     joins = norm_eps is not None
-    if not joins:
-        fields.require(vision_feature_layer=-1)
     vision = ConfigFields(fields.mapping("vision_config") or {})
     vision.require(num_channels=3)
     kind = vision.text("model_type", "pixtral")

@@ -150,6 +150,11 @@ _BY_KIND = {
     ("LlavaNextForConditionalGeneration", "granite"): "GraniteVisionForConditionalGeneration",
     ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
     ("PaliGemmaForConditionalGeneration", "gemma2"): "PaliGemma2ForConditionalGeneration",
+    **{
+        (name, kind): f"InternVL{text}ForConditionalGeneration"
+        for name in ("InternVLForConditionalGeneration", "InternVLChatModel", "InternS1ForConditionalGeneration")
+        for kind, text in (("qwen3_moe", "Qwen3Moe"), ("gpt_oss", "GptOss"), ("internlm2", "InternLM2"))
+    },
 }
 
 
@@ -162,9 +167,9 @@ def hf_architecture(fields: ConfigFields) -> str:
     an encoder, becomes JinaEmbeddingsV5EncoderModel if `is_decoder` is false. HF_ColBERT with that
     `position_embedding_type` is jinaai/jina-colbert-v2's _COLBERT_JINA, and Qwen3-ASR with `classify_num` the forced
     _ALIGNER. ChatGLM with a `vision_config` is GLM-4V. For a class that takes several kinds of models, the result
-    depends on text_config's or the file's own model_type (_BY_KIND). Other names are returned unchanged. Raises
-    ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of that class that
-    is not a bool.
+    depends on the model_type of text_config, or llm_config, or the file's own (_BY_KIND). Other names are returned
+    unchanged. Raises ModelConfigError if `architectures` is anything but a list of one text, and for an `is_decoder` of
+    that class that is not a bool.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -183,7 +188,7 @@ def hf_architecture(fields: ConfigFields) -> str:
         return (_JINA if rotates else _FLASH if own else _XLM) + names[0].removeprefix(_XLM)
     if names[0] == _JINA_V5 and not fields.boolean("is_decoder", True):
         return _JINA_V5_ENCODER
-    text = fields.value("text_config", None)
+    text = fields.value("text_config", None) or fields.value("llm_config", None)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     kinds = kind, fields.value("model_type", None)
     return next((found for kind in kinds if (found := _BY_KIND.get((names[0], str(kind))))), names[0])

@@ -80,7 +80,8 @@ def options_of(case: Case) -> dict[str, Any]:
         return {**(WHOLE if "both" in case.name else TIGHT), "num_gpu_blocks_override": 76}
     if case.name.startswith("muse_glimmer"):  # a page has the keys of one layer
         return {**TIGHT, "num_gpu_blocks_override": 76}
-    if case.name.startswith(("aya_vision", "cohere2", "exaone4_5_vision", "lfm3_vl")):  # with windows and without
+    windowed = ("aya_vision", "cohere2", "exaone4_5_vision", "internvl_gpt_oss", "lfm3_vl")
+    if case.name.startswith(windowed):  # layers with windows and without
         return {**TIGHT, "num_gpu_blocks_override": 56}
     return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
 

@@ -250,6 +250,14 @@ PIXTRAL: dict[str, Any] = {
     "text_config": {"hidden_size": 5120, "model_type": "mistral", "num_hidden_layers": 40, "vocab_size": 131072},
     "vision_config": {"image_size": 1024, "model_type": "pixtral", "patch_size": 16},
 }
+FULL = {"vision_feature_select_strategy": "full"}
+
+
+def test_pixtral_uses_the_states_that_its_class_does():
+    """Of 24 layers, those before the last one by default."""
+    for change, used in (({}, 23), ({"vision_feature_layer": -1}, 24), ({"vision_feature_layer": 3}, 3)):
+        tower: Any = read_hf(PIXTRAL | FULL | change).tower
+        assert tower.num_used_layers == used
 
 
 @each_row(
@@ -372,7 +380,7 @@ PIXTRAL: dict[str, Any] = {
         (HY4, "text_config", {"rope_parameters": {"mrope_section": [2, 2, 3]}}, "that sum up to rotary_dim / 2 = 6"),
         (HY4, "text_config", {"rope_parameters": {"mrope_section": [2, 2, 1, 1]}}, "must be a list of three numbers"),
         (PIXTRAL, None, {"vision_feature_layer": -1}, "select_strategy must be \"full\" or absent, got 'default'"),
-        (PIXTRAL, None, {"vision_feature_select_strategy": "full"}, "vision_feature_layer must be -1 or absent, got"),
+        (PIXTRAL | FULL, None, {"vision_feature_layer": [-1, 1]}, "vision_feature_layer must be an integer from -25"),
     ],
 )
 def test_refused(raw: dict[str, Any], where: str | None, change: dict[str, Any], message: str):

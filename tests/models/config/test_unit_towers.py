@@ -248,6 +248,8 @@ def test_towers_of_all_kinds_have_the_same_activations():
 def test_lighton_without_a_tower_of_its_own():
     tower = read_hf(LIGHTON_OCR | {"vision_config": None, "model_type": "lighton_ocr"}).tower
     assert tower == read_hf(LIGHTON_OCR | {"vision_config": {"hidden_act": "silu", "patch_size": 14}}).tower
+    for name, value in (("vision_feature_layer", -2), ("projector_hidden_act", "relu")):  # which its class has not
+        assert read_hf(LIGHTON_OCR | {name: value}) == read_hf(LIGHTON_OCR)
 
 
 def test_layers_behind_the_last_that_is_needed_stay_in_the_file():

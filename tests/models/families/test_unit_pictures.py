@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.unit_pictures import CASES, SIZES, picture, text_of, video, video_text, write_checkpoint
-from tests.models.conftest import forward
+from tests.models.conftest import forward, load_recorded
 from tests.models.families.unit_runs import open_case, recorded_path, run_prompt
 
 PROMPTS = ((), (0,), (1,), (0, 2), (3, 1))
@@ -189,3 +190,31 @@ def test_internvl_as_it_was_published_first(tmp_path):
         assert processor.encode(text, case.tokenizer.encode(text)) == [5, 127, 6]
     assert [processor.placeholder(modality) for modality in processor.modalities] == ["<image>", "<video>"]
     assert read_hf(raw | {"architectures": ["SkyworkR1VChatModel"]}) == config
+    for text in "internvl_moe_vision", "internvl_gpt_oss_vision":  # by the kind of text in either form
+        of_text = read_config_json(checkpoint(text))["text_config"]
+        first, whole = read_hf(raw | {"llm_config": of_text}), open_case(text, tmp_path / text).model.config
+        assert replace(first, tower=None) == replace(whole, tower=None)
+
+
+def test_internvl_with_internlm2_as_it_was_published(tmp_path):
+    """InternVL 2.5's text has the weights of that model alone, and its tower those of others."""
+    write_first(tmp_path, "internvl_rms_vision")
+    raw, text = read_config_json(tmp_path), load_recorded("internlm2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    seen = {stored: values for stored, values in tensors.items() if not stored.startswith("language_model.")}
+    heard = load_file(checkpoint("internlm2") / "model.safetensors")
+    heard = {f"language_model.{stored}": values for stored, values in heard.items()}
+    save_file(seen | heard, tmp_path / "both.safetensors")
+    (tmp_path / "both.safetensors").rename(tmp_path / "model.safetensors")
+    config = read_hf(raw | {"llm_config": read_config_json(checkpoint("internlm2"))})
+    assert config.architecture == "InternVLInternLM2ForConditionalGeneration"
+    model, source = build_model(config, Build("float32")), SafetensorsCheckpoint(tmp_path)
+    nnx.update(model, load_params(model, source))
+    source.close()
+    ours, wanted = (dict(nnx.to_flat_state(nnx.state(each))) for each in (model, text.model))
+    assert {path for path in ours if path[0] != "tower"} == wanted.keys()
+    for path, each in wanted.items():
+        np.testing.assert_array_equal(ours[path].get_value(), each.get_value())
+    case = open_case("internvl_rms_vision", tmp_path / "transformers")
+    for mine, theirs in zip(*(jax.tree.leaves(nnx.state(each.tower)) for each in (model, case.model)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
