@@ -25,6 +25,7 @@ from jaxengine.runner.base.memory import (
     device_memory,
     give_back_zeros,
     kept_bytes,
+    kept_of_step,
     memory_in_use,
     workspace_bytes,
 )
@@ -142,13 +143,14 @@ class StageRunner:
         """Bytes of one device's blocks that the C library keeps after a step on a CPU. All programs must have been
         compiled.
         """
-        passes = [
-            kept_bytes(workspace_bytes(each.memory_analysis()), self._bytes_of_results(bucket), num_blocks(each))
-            for bucket, each in self._forwards.items()
-        ]
-        passes += [kept_bytes(each.workspace_bytes) for each in self.extensions.values()]
-        passes += [kept_bytes(workspace_bytes(each.memory_analysis())) for each in self._programs.values()]
-        return max(*passes, self._kept_of_epilogues)
+        steps = []
+        for bucket, each in self._forwards.items():
+            blocks = num_blocks(each)
+            kept = kept_bytes(workspace_bytes(each.memory_analysis()), self._bytes_of_results(bucket), blocks)
+            steps.append(kept_of_step(kept, self._kept_of_epilogues, blocks))
+        steps += [kept_bytes(each.workspace_bytes) for each in self.extensions.values()]
+        steps += [kept_bytes(workspace_bytes(each.memory_analysis())) for each in self._programs.values()]
+        return max(steps)
 
     @property
     def program_bytes(self) -> int:
@@ -187,7 +189,7 @@ class StageRunner:
         held = sum(needs.held if size >= FEW_TOKENS else needs.held_of_few for size in sizes)
         held += sum(extra for extra, _ in of_extensions) + self._held_beside_forwards
         kept = kept_bytes(forward, self._bytes_of_results(bucket), needs.num_blocks)
-        kept = max(kept, self._kept_of_epilogues)
+        kept = kept_of_step(kept, self._kept_of_epilogues, needs.num_blocks)
         extensions = programs.memory(self.extensions.values())
         return StageNeeds(held, forward + self._bytes_beside_forward, extensions, kept)
 

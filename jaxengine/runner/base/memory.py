@@ -283,12 +283,19 @@ def kept_bytes(workspace: int, results: int = 0, num_blocks: int = 1) -> int:
     return workspace if workspace - results < num_blocks * _LEAST_MAPPED else results
 
 
+def kept_of_step(forward: int, epilogue: int, num_blocks: int = 1) -> int:
+    """Return the bytes of a step's blocks that the C library keeps on one thread of a CPU. forward, epilogue:
+    `kept_bytes` of both. num_blocks: of the forward pass. An epilogue takes the memory that its forward pass has freed;
+    the parts of a chain cut that into smaller blocks, and it finds enough about every other time.
+    """
+    return max(forward, epilogue) + (min(forward, epilogue) // 2 if num_blocks > 1 else 0)
+
+
 def heap_bytes(kept: int, devices: int) -> int:
     """Return the bytes of one of a process's CPU devices that the C library keeps between the blocks of steps that run:
     those of steps before, on the thread that waits. 0 for no devices.
 
-    kept: `kept_bytes` of the largest program of a device's step: an epilogue takes memory that its forward pass has
-    freed. devices: number of CPU devices.
+    kept: `kept_of_step` of a device's largest step. devices: number of CPU devices.
     """
     if not devices:
         return 0

@@ -15,6 +15,7 @@ from jaxengine.runner.base.memory import (
     heap_bytes,
     host_memory,
     kept_bytes,
+    kept_of_step,
     memory_in_use,
     return_free_memory,
     unused_bytes,
@@ -97,6 +98,7 @@ def test_the_heap_has_the_blocks_of_a_step_on_the_thread_that_waits(monkeypatch)
     mib = 1 << 20
     assert [kept_bytes(size * mib, 3 * mib) // mib for size in (8, 34, 35, 50)] == [8, 34, 3, 3]
     assert [kept_bytes(size * mib, 3 * mib, num_blocks=2) // mib for size in (35, 66, 67)] == [35, 66, 3]
+    assert [kept_of_step(9, epilogue, blocks) for epilogue in (4, 20) for blocks in (1, 2)] == [9, 11, 20, 24]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     assert [heap_bytes(24 * mib, devices) // mib for devices in (0, 1, 2)] == [0, 28, 2]
 
