@@ -138,6 +138,7 @@ def test_known_completions_have_the_logprobs_of_decoding(make_llm):
     assert compiled_programs() == before
 
 
+@pytest.mark.thorough("in which order XLA adds depends on the processor")
 def test_known_completions_have_the_logprobs_of_decoding_with_experts(executables_dir):
     """Experts multiply few rows while they decode, and many while they score: in blocks of two to sixteen."""
     options = OPTIONS | {"load_format": "auto", "model": str(checkpoint("qwen3_moe")), "num_gpu_blocks_override": 200}

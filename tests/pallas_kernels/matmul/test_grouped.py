@@ -72,6 +72,7 @@ def test_against_the_oracle(name, dtype):
         assert not got[outside].any(), platform
 
 
+@pytest.mark.thorough("in which order XLA adds depends on the processor")
 @pytest.mark.skipif(machine() != "x86_64", reason="in which order XLA adds is known of these processors only")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @each_row(("inputs", "outputs"), [(IN, OUT), (64, 128), (768, 192), (1408, 64)])
