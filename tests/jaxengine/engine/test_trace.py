@@ -92,7 +92,7 @@ def test_how_a_trace_ends(make_llm):
         ({"trace_decode_token_ids": [128]}, "trace_decode_token_ids must be token ids inside the vocabulary"),
         ({"trace_decode_token_ids": [1] * 95}, "trace_decode_token_ids must be at most 94 tokens"),
         ({"trace_decode_token_ids": []}, "trace_decode_token_ids must be None or a list of 1 to"),
-        ({"trace_decode_token_ids": [1, 2.0]}, "trace_decode_token_ids must be a list of token ids"),
+        ({"trace_decode_token_ids": [1, 2.0]}, "trace_decode_token_ids must be one flat list of token ids"),
     ):
         with pytest.raises(RequestError, match=said):
             llm.generate([[3, 4]], SamplingParams(**{"trace_decode_token_ids": trace} | more), use_tqdm=False)
