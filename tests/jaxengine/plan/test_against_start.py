@@ -191,6 +191,7 @@ def test_one_of_each_kind(chosen):
 @pytest.mark.thorough("every family, and some thirty models and options")
 def test_every_family_and_many_options(chosen, executables_dir, tmp_path):
     families = every_family(tmp_path)
-    assert families.keys() == MODELS.keys()
+    # Text and tower of two recorded families: no file has both (tests/models/families/test_unit_pictures.py).
+    assert families.keys() == MODELS.keys() - {"InternVLInternLM2ForConditionalGeneration"}
     cases = {name: options | {"compile_cache_dir": executables_dir} for name, options in families.items()}
     compare({**cases, **chosen(THOROUGH)})
