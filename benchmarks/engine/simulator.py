@@ -88,7 +88,7 @@ def run_engine(llm: Any, prompts: Sequence[np.ndarray], outputs: Sequence[int], 
 
     outputs: tokens of each output. arrivals: seconds from now, ascending. Clears the prefix cache first. What this
     process holds is left out of garbage collections meanwhile, as in the server's engine process: the steps that were
-    measured before are so many objects that to visit them stops an engine for 0.4 s.
+    measured before are so many objects that a collection which visits them all delays a step.
     """
     core, engine = llm.core, llm.core.engine
     times = _Times()

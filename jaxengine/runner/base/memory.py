@@ -283,7 +283,7 @@ def kept_bytes(workspace: int, results: int = 0, num_blocks: int = 1) -> int:
     return workspace if workspace - results < num_blocks * _LEAST_MAPPED else results
 
 
-def kept_of_step(forward: int, epilogue: int, num_blocks: int = 1) -> int:
+def kept_of_step(forward: int, epilogue: int, num_blocks: int) -> int:
     """Return the bytes of a step's blocks that the C library keeps on one thread of a CPU. forward, epilogue:
     `kept_bytes` of both. num_blocks: of the forward pass. An epilogue takes the memory that its forward pass has freed;
     the parts of a chain cut that into smaller blocks, and it finds enough about every other time.

@@ -254,7 +254,7 @@ FULL = {"vision_feature_select_strategy": "full"}
 
 
 def test_pixtral_uses_the_states_that_its_class_does():
-    """Of 24 layers, those before the last one by default."""
+    """Pixtral's tower of 24 layers gives the states before its last layer, or those that a file names."""
     for change, used in (({}, 23), ({"vision_feature_layer": -1}, 24), ({"vision_feature_layer": 3}, 3)):
         tower: Any = read_hf(PIXTRAL | FULL | change).tower
         assert tower.num_used_layers == used
