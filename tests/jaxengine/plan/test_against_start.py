@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.jaxengine.engine.draft_matrix import SETS
 from tests.jaxengine.plan.start import allocated
+from tests.models.families.test_unit_pictures import write_first
 from tests.models.quantization import test_gguf
 
 OPTIONS = TINY_OPTIONS | {"max_model_len": 48, "num_gpu_blocks_override": 40}
@@ -131,7 +133,21 @@ def every_family(folder: Path) -> dict[str, dict]:
         sees = model.parent == folder
         found[family] = OPTIONS | {"model": str(model), "max_model_len": 64, "num_gpu_blocks_override": 200}
         found[family] |= {"skip_tokenizer_init": not sees, "max_num_batched_tokens": 96 if sees else 32}
+    joined = _joined(folder / "joined")
+    like = found["InternVLForConditionalGeneration"]
+    found[read_folder(joined).architecture] = like | {"model": str(joined), "load_format": "dummy"}
     return found
+
+
+def _joined(folder: Path) -> Path:
+    """Write InternVL with the text of InternLM 2, of which no file is recorded, without weights; return its folder."""
+    folder.mkdir()
+    write_first(folder, "internvl_rms_vision")
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["llm_config"] = json.loads((checkpoint("internlm2") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _seeing(name: str, folder: Path) -> Path:
@@ -191,7 +207,6 @@ def test_one_of_each_kind(chosen):
 @pytest.mark.thorough("every family, and some thirty models and options")
 def test_every_family_and_many_options(chosen, executables_dir, tmp_path):
     families = every_family(tmp_path)
-    # Text and tower of two recorded families: no file has both (tests/models/families/test_unit_pictures.py).
-    assert families.keys() == MODELS.keys() - {"InternVLInternLM2ForConditionalGeneration"}
+    assert families.keys() == MODELS.keys()
     cases = {name: options | {"compile_cache_dir": executables_dir} for name, options in families.items()}
     compare({**cases, **chosen(THOROUGH)})
