@@ -277,6 +277,7 @@ def test_a_draft_model_gets_its_pages(tiny_options, tmp_path, plain_tokens):
     prompts, drafting = prompts_of(3), {"speculative_config": chosen}
     with LLM(**tiny_options | POOL | drafting | connector("kv_both", "tcp", tmp_path)) as llm:
         Poisoned(llm)
+        force(llm, 3)
         params = [prefill(llm, each, index) for index, each in enumerate(prompts)]
         outputs = decode(llm, prompts, params)
         assert tokens(outputs) == plain_tokens

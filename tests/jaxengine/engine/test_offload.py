@@ -47,6 +47,7 @@ def test_a_draft_model_finds_its_pages(make_llm, plain_tokens):
     """One that is the model itself is always right, unless it reads what it has not written."""
     chosen = {"method": "draft_model", "model": str(TINY_CHECKPOINT), "num_speculative_tokens": 1}
     llm = make_llm(**SMALL, speculative_config=chosen)
+    force(llm, 2)
     found, drafts = passes(llm), llm.core.engine.extensions.by_name["drafts"].stats
     assert found["tokens"] == plain_tokens and found["equal"] == [True, True]
     assert found["hits"] > 400 and found["compilations"] == 0
