@@ -13,6 +13,7 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
+import jax
 from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_adapter
@@ -441,9 +442,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._readers[request_id] = reader
 
     def _stop(self, reader: _Reader, request_id: str) -> None:
-        """Abort the request of a reader that has stopped reading. Do nothing if the id belongs to another reader's
-        request, which is the case if this reader's request was refused because its id was in use.
-        """
+        """Abort the request of a reader that has stopped reading, unless it was refused because its id was in use."""
         if self._readers.get(request_id) is reader:
             del self._readers[request_id]
             self.core.abort(request_id)
@@ -453,6 +452,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         for output in self.core.abort(request_id):
             self._deliver(output)
 
+    @jax.transfer_guard("allow")
     def _loop(self) -> None:
         """Run commands and steps until shutdown or an error, on the engine's thread. Pass outputs and refusals to their
         readers. At the end, all open streams end with EngineDeadError.

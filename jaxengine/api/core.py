@@ -9,8 +9,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxengine.api.engine_client import EngineDeadError
@@ -50,6 +52,7 @@ class EngineCore:
         (`engine_lock`), or after `shutdown`; None before.
     """
 
+    @jax.transfer_guard("allow")
     def __init__(
         self,
         config: EngineConfig,
@@ -276,6 +279,39 @@ class EngineCore:
         self.engine.record_finish(request, reason, num_tokens)
 
 
+def transfers_allowed() -> AbstractContextManager[None]:
+    """Return a context in which this thread's transfers are allowed, whatever jax_transfer_guard says. An engine hands
+    host arrays to its programs; a trainer that forbids such transfers means those of its own loop.
+    """
+    config = jax.config
+    is_guarded = config.jax_transfer_guard_host_to_device or config.jax_transfer_guard_device_to_host
+    return jax.transfer_guard("allow") if is_guarded or config.jax_transfer_guard_device_to_device else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _EngineLock(FairLock):
+    """FairLock whose holder's transfers are allowed (`transfers_allowed`)."""
+
+    def __enter__(self) -> None:
+        allowed = transfers_allowed()
+        allowed.__enter__()
+        try:
+            super().__enter__()
+        except BaseException:
+            allowed.__exit__(None, None, None)
+            raise
+        self._allowed = allowed  # only the holder writes it
+
+    def __exit__(self, *error: Any) -> None:
+        allowed = self._allowed
+        try:
+            super().__exit__(*error)
+        finally:
+            allowed.__exit__(None, None, None)
+
+
 def engine_lock(core: EngineCore) -> FairLock:
     """Return a lock for calls of `core`. A call that is interrupted while it holds the lock, by a second Ctrl-C for
     instance, marks the engine as dead: buffers may be lost, and requests half recorded.
@@ -284,4 +320,4 @@ def engine_lock(core: EngineCore) -> FairLock:
     def interrupted() -> None:
         core.dead = core.dead or EngineDeadError("the engine was interrupted in the middle of a call; create a new one")
 
-    return FairLock(core.check_process, interrupted)
+    return _EngineLock(core.check_process, interrupted)

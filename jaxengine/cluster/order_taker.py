@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -174,6 +175,7 @@ class _Reading:
         self._stopped.set()
         self.pieces.put(None)
 
+    @jax.transfer_guard("allow")
     def _run(self) -> None:
         """Read the weights and report the outcome: {}, or the error and the faulty tensors. Runs on the reading's
         thread.

@@ -226,6 +226,7 @@ class Host0(Peers):
             self.fail(error)
 
 
+@jax.transfer_guard("allow")
 def run(args: argparse.Namespace) -> int:
     """Join the engine of host 0, serve until host 0 ends, and exit the process: with status 0 if it ended the engine,
     else 1.

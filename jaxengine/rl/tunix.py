@@ -234,14 +234,12 @@ class JaxengineRollout(_tunix.BaseRollout):
         strict: whether all weights must be present; only used for a TunixModel, as other models must always be
         complete. Raises the errors of `LLM.update_weights`.
         """
-        # Tunix forbids transfers on a CPU, where the engine checks that the numbers are finite.
-        with jax.transfer_guard("allow"):
-            if self._own:
-                self._llm.update_weights(jax.tree.map(jnp.copy, params), strict=strict)
-            elif self._mapping is not None:
-                self._llm.update_weights(named_arrays(params), mapping=self._mapping)
-            else:
-                self._llm.update_weights(named_tensors(params))
+        if self._own:
+            self._llm.update_weights(jax.tree.map(jnp.copy, params), strict=strict)
+        elif self._mapping is not None:
+            self._llm.update_weights(named_arrays(params), mapping=self._mapping)
+        else:
+            self._llm.update_weights(named_tensors(params))
 
     def _check(self, config: Any) -> None:
         """Store the temperature of `config`, a RolloutConfig. Raises ValueError, and stores nothing, for settings that

@@ -212,6 +212,7 @@ def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Tr
     return found
 
 
+@jax.transfer_guard("allow")
 def _compiled(trial: Trial, proof: _Proof) -> Trial:
     """Return a lowered trial compiled for the proof's device: the kernel as in the engine's programs, and so plain XLA
     if both are timed. Otherwise plain XLA runs once, for its results. Any thread may call it.

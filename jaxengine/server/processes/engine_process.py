@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import msgspec
 import zmq
 
@@ -396,6 +397,7 @@ def _failure(error: RequestError) -> Failure:
     return Failure(kind, str(error), error.param)
 
 
+@jax.transfer_guard("allow")
 def main(child: Child) -> None:
     """Load the engine and its adapters, serve, and end the process; never returns.
 

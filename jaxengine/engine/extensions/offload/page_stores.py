@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import jax
 import numpy as np
 
 from jaxengine.engine.extensions.offload.page_loads import Block, Place
@@ -217,6 +218,7 @@ class PageStores:
         self._copies.shutdown()
 
 
+@jax.transfer_guard("allow")
 def _arrived(leaving: Leaving) -> dict[bytes, np.ndarray]:
     """Wait for a copy, and return its blocks u8[n] by key. If the copy failed, the error is logged and {} is returned;
     the requests that need these pages then compute them.

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jaxengine.engine.weight_types import KVMode, PauseMode, Version
 from jaxengine.runner.weights.weight_names import Target, check_chunk_bytes, check_target
 from jaxengine.runner.weights.weight_update import NewWeights, checksums, read_weights
@@ -44,6 +46,7 @@ def _begin(read: Callable[[Callable[[], bool]], NewWeights]) -> _Read:
     """
     job, stopped = Future[NewWeights](), threading.Event()
 
+    @jax.transfer_guard("allow")
     def run() -> None:
         try:
             job.set_result(read(stopped.is_set))

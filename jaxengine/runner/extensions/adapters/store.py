@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxengine.checkpoint.remote import local_adapter
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
@@ -393,6 +395,7 @@ class AdapterStore:
                 del self._records[adapter]
                 self._host.pop(adapter, None)
 
+    @jax.transfer_guard("allow")
     def _put(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
         """Return an adapter's matrices in host memory and on the devices; its files are read again if they are not in
         host memory.
