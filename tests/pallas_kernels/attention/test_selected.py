@@ -161,9 +161,9 @@ def test_groups_of_keys_against_float64(name, platform, size, count):
     assert (positions[len(ends) :] == -1).all()
 
 
-@each_row(("size", "count", "kinds"), [(40, 5, 3), (300, 300, 4), (97, 1, 1), (1000, 257, 900)])
+@each_row(("size", "count", "kinds"), [(40, 5, 3), (300, 300, 4), (97, 1, 1), (1000, 257, 900), (1001, 17, 9)])
 def test_largest_numbers_of_a_row_are_those_of_top_k(size, count, kinds):
-    """Few kinds of numbers, so that many are equal; both zeros, both infinities."""
+    """Few kinds of numbers, so that many are equal; both zeros, both infinities. Long rows: blocks come first."""
     rng = np.random.default_rng(3)
     rows = np.float32(rng.standard_normal(kinds))[rng.integers(kinds, size=(4, size))]
     rows[0, ::3], rows[1, ::2], rows[2, 1::2], rows[3, ::7] = -np.inf, 0.0, -0.0, np.inf
