@@ -43,10 +43,10 @@ ROUNDING = float(np.finfo(np.float32).eps)  # of the norm of all gradients
 # in float32, which is recorded with them: float32 has no more digits of these (docs/reinforcement_learning.md), and
 # ours have those of transformers where both are computed in float64.
 TIMES = {"bailing_hybrid": 1.5, "bamba": 1.5, "lara_mini": 0.5, "gemma4": 1.5, "zamba": 0.5, "zamba2": 1}
-TIMES |= {"axk2": 1.5, "dots3_note": 2, "hy_v4": 2, "granite_hybrid": 2, "qwen2": 7}
+TIMES |= {"axk2": 1.5, "diffllama": 1.5, "dots3_note": 2, "hy_v4": 2, "granite_hybrid": 2, "qwen2": 7}
 # The same of optimised programs, which add in another order.
 OPTIMISED = TIMES | {"bamba": 2, "llama": 2.5, "falcon_mamba": 2.5, "kimi_linear": 2, "olmo_hybrid": 2}
-OPTIMISED |= {"granite_hybrid": 3, "qwen2": 0, "dory": 2}
+OPTIMISED |= {"granite_hybrid": 3, "qwen2": 0, "dory": 2, "diffllama": 0.6}
 # Of logits. transformers' own of mamba2 are 2.7e-5 from those in float64, ours 6e-6. zamba2: as its gradients.
 OF_LOGITS = {"mamba2": 5e-5, "zamba2": 1e-4}
 # Dense, windows, experts, latent attention, states, keys of other layers: all whose gradients are recorded.
