@@ -9,7 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxengine import LLM, PoolingParams
+from jaxengine.requests.params.options import RequestOptions
 from tests.conftest import use_scheduler
+from tests.fixtures.adapters import CONFIG, write_adapter
 
 PROMPTS = [[5 + (7 * number + index) % 40 for index in range(count)] for number, count in enumerate((23, 14, 30))]
 TASKS = {"last": "embed", "mean": "embed", "tokens": "token_embed"}
@@ -22,8 +24,8 @@ class Run:
       found: results by the number of the prompt.
     """
 
-    def __init__(self, llm: LLM, params: PoolingParams, monkeypatch: pytest.MonkeyPatch):
-        """Add the requests, and compute a part of each prompt."""
+    def __init__(self, llm: LLM, params: PoolingParams, monkeypatch: pytest.MonkeyPatch, lora: str | None = None):
+        """Add the requests, and compute a part of each prompt. lora: name of their adapter, None for none."""
         self.llm, self.found, step = llm, dict[int, np.ndarray](), llm.core.step
         numbers: dict[str, int] = {}
 
@@ -36,12 +38,12 @@ class Run:
         monkeypatch.setattr(llm.core, "step", collecting)
         scheduler = use_scheduler(llm, long_prefill_token_threshold=4)
         for number, prompt in enumerate(PROMPTS):
-            prepared = llm.core.inputs.prepare({"prompt_token_ids": prompt}, params)
+            prepared = llm.core.inputs.prepare({"prompt_token_ids": prompt}, params, options=RequestOptions(lora=lora))
             numbers[prepared.request_id] = number
             llm.core.add(prepared)
-        for _ in range(3):
-            llm.core.step()
         computed = scheduler.ranks[0].slots.num_computed
+        while computed.max() < 12:  # an adapter may have to come first
+            llm.core.step()
         assert len(scheduler.requests) == len(PROMPTS) and computed[computed > 0].tolist() == [12, 12, 12], computed
 
     def end(self) -> dict[int, np.ndarray]:
@@ -81,4 +83,35 @@ def test_a_result_is_of_one_version(make_pooling_llm, pooling_folder, monkeypatc
     finally:
         monkeypatch.undo()
         llm.update_weights(old, kv="drop")
+        use_scheduler(llm)
+
+
+@pytest.mark.thorough("an engine of its own")
+@pytest.mark.parametrize("kv", ["recompute", "drop", "keep"])
+def test_a_result_is_of_one_adapter(make_pooling_llm, pooling_folder, monkeypatch, tmp_path, kv):
+    llm = make_pooling_llm("last", ("enable_lora", True), ("max_lora_rank", 64))
+    weights = load_file(pooling_folder("last") + "/model.safetensors")
+    shapes = {name.removesuffix(".weight"): each.shape for name, each in weights.items() if "_proj" in name}
+    folders = [write_adapter(tmp_path / str(seed), shapes, seed=seed) for seed in (1, 2)]
+    old, new = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    params = PoolingParams(task="embed")
+
+    def run() -> Run:
+        return Run(llm, params, monkeypatch, "own")
+
+    try:
+        expected = []
+        for tensors in (old, new):
+            llm.update_lora("own", tensors, config=CONFIG, lora_int_id=1, kv="drop")
+            expected.append(run().end())
+        assert np.abs(expected[0][0] - expected[1][0]).max() > 1e-2
+        llm.update_lora("own", old, kv="drop")
+        running = run()
+        llm.update_lora("own", new, kv=kv)
+        for found in (running.end(), run().end()):
+            assert found.keys() == expected[1].keys()
+            for key, values in expected[1].items():
+                np.testing.assert_allclose(found[key], values, atol=1e-5, err_msg=f"prompt {key}")
+    finally:
+        monkeypatch.undo()
         use_scheduler(llm)
