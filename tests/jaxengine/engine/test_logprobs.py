@@ -11,8 +11,8 @@ import pytest
 
 from jaxengine import LLM, AsyncLLM, RequestError, SamplingParams
 from tests.conftest import compiled_programs, use_scheduler
-from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
-from tests.jaxengine.engine.test_eagle3 import write
+from tests.fixtures.drawn_weights import checkpoint
+from tests.jaxengine.engine.test_eagle3 import attending, write
 from tests.jaxengine.engine.test_next_token import TINY as MTP_MODEL
 from tests.jaxengine.engine.test_speculation import force
 from tests.models.layers.test_dflash import read as read_head
@@ -160,10 +160,7 @@ def head_of(method: str, folder: Path) -> tuple[str, str | None]:
         (folder / "config.json").write_text(json.dumps(MTP_MODEL))
         return str(folder), None
     if method == "eagle3":
-        about = json.loads((FOLDER / "llama" / "eagle3.json").read_text())
-        with np.load(FOLDER / "llama" / "eagle3.npz") as golden:
-            tensors = draw_all(about["shapes"]) | {"d2t": golden["d2t"]}
-        return str(checkpoint("llama")), write(folder / "head", about["config"], tensors)
+        return attending(folder, 2)
     raw, tensors = read_head("llama")
     if method == "dflash":  # a DSpark head without what makes it one
         tensors = {name: values for name, values in tensors.items() if not name.startswith(("markov", "confidence"))}
@@ -183,9 +180,10 @@ def test_known_completions_have_the_logprobs_of_decoding_with_heads(method, coun
     options = OPTIONS | {"skip_tokenizer_init": True, "compile_cache_dir": executables_dir, "model": model}
     options |= {"load_format": "auto" if head else "dummy", "num_gpu_blocks_override": 200}
     llm = LLM(**options, speculative_config=drafts)
+    size = 32 if method == "eagle3" else 64  # of a vocabulary
     rng, prefix = np.random.default_rng(5), [9, 8, 7, 6, 5, 4] * 2
     prompts = [
-        prefix * (index % 2) + (rng.integers(3, 64, 4).tolist() * 6)[: int(rng.integers(3, 24))] for index in range(8)
+        prefix * (index % 2) + (rng.integers(3, size, 4).tolist() * 6)[: int(rng.integers(3, 24))] for index in range(8)
     ]
     kinds = ({"temperature": index % 3 / 2, "seed": index, "max_tokens": 14 + 2 * index} for index in range(8))
     params = [SamplingParams(ignore_eos=True, detokenize=False, logprobs=0, **each) for each in kinds]
