@@ -137,8 +137,9 @@ class DeepseekV4Layer(nnx.Module):
             x = self.before_attention.write(x, attended, mixing)
         with jax.named_scope("mlp"):
             own, mixing = self.before_mlp.read(x)
-            if isinstance(self.mlp, HashedExperts):
-                self.mlp.look_up(step.blocks.token_ids)
+            for _, each in nnx.iter_modules(self.mlp):
+                if isinstance(each, HashedExperts):
+                    each.look_up(step.blocks.token_ids)
             return self.before_mlp.write(x, self.mlp(self.mlp_norm(own), step.rows), mixing), kv
 
 

@@ -104,7 +104,7 @@ class InklingAttention(Attention):
 
         self.k_conv, self.v_conv = conv("k_sconv"), conv("v_sconv")
 
-    def run(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x: jax.Array,
         kv: KVPages,
@@ -170,7 +170,7 @@ class InklingLayer(nnx.Module):
         (pool, (keys, values, attended, fed)), (own_pages, rows) = kv, pages
         with jax.named_scope("attention"):
             windows = keys, values
-            y, pool, (keys, values) = self.attention.run(self.input_norm(x), pool, own_pages, windows, rows, step)
+            y, pool, (keys, values) = self.attention(self.input_norm(x), pool, own_pages, windows, rows, step)
             y, attended = self.attention_conv(y, attended, rows)
             x = x + y
         with jax.named_scope("mlp"):

@@ -128,7 +128,7 @@ class ZayaLayer(nnx.Module):
         self.input_norm = RMSNorm(size, eps, source=f"{LAYER}.input_layernorm", build=build)
         self.attention = ConvolvedAttention(own, size, source=f"{LAYER}.self_attn", build=build)
         self.mlp_norm = RMSNorm(size, eps, source=f"{LAYER}.post_attention_layernorm", build=build)
-        self.router, self.experts = ZayaRouter(config, layer, build), ZayaExperts(config, build)
+        self.router, self.mlp = ZayaRouter(config, layer, build), ZayaExperts(config, build)
 
         def scales(part: str) -> nnx.List:
             source = f"{LAYER}.post_{part}_residual_scale"
@@ -144,14 +144,14 @@ class ZayaLayer(nnx.Module):
         size, dtype = self.input_norm.weight.shape[0], x.dtype
         high, low, before = jnp.split(x, [size, 2 * size], axis=1)
         with jax.named_scope("attention"):
-            y, kv = self.attention.run(self.input_norm(high), kv, pages, step)
+            y, kv = self.attention(self.input_norm(high), kv, pages, step)
             of_output, of_residual = self.attention_scales
             residual = of_output(y) + of_residual(high.astype(jnp.float32) + low.astype(jnp.float32))
         with jax.named_scope("mlp"):
             normed = self.mlp_norm(residual.astype(dtype))
             state, scored = self.router(normed, before, step.rows)
             of_output, of_residual = self.mlp_scales
-            residual = of_output(self.experts(normed, step.rows, scored)) + of_residual(residual)
+            residual = of_output(self.mlp(normed, step.rows, scored)) + of_residual(residual)
         return jnp.concatenate([*in_two(residual, dtype), state], axis=1), kv
 
 

@@ -63,7 +63,7 @@ class ConvolvedAttention(Attention):
         factors = ParamDecl(("heads",), (Source(f"{source}.qk_norm.temp", attention.num_kv_heads),))
         self.factors = declare((attention.num_kv_heads,), build.dtype, factors)
 
-    def run(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: jax.Array, kv: tuple[KVPages, States], pages: tuple[LayerPages, StateRows], step: StepInputs
     ) -> tuple[jax.Array, tuple[KVPages, States]]:
         """Map x[T, D] to ([T, D], the pool with this step's keys and values, and QueryKeyConvolutions.arrays after this

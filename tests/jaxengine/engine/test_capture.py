@@ -16,7 +16,7 @@ from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.cache import pool_spec
-from jaxengine.models.config.taps import all_taps, read_taps
+from jaxengine.models.config.taps import FINAL_NORM, all_taps, read_taps
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.taps import Taps
 from jaxengine.models.registry import read_folder
@@ -275,3 +275,20 @@ def test_layers_are_read_from_the_end_and_from_text():
     for given in (["residual:-1", "mlp_output:0-1"], "residual:-1, mlp_output:*"):
         config = EngineConfig.from_options(capture=given).resolved(read_folder(TINY_CHECKPOINT), CPU)
         assert config.capture == ("residual:2", "mlp_output:0", "mlp_output:1")
+
+
+@pytest.mark.thorough("layers that run without pages are in tests/models/layers/test_taps.py")
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v41_plain"])
+def test_layers_that_need_pages_are_captured(name):
+    """Attention to keys of blocks, and experts that a table chooses: the tokens stay, and every tap has its rows."""
+    folder, taps = str(checkpoint(name)), all_taps(read_folder(FOLDER / name))
+    names = [f"{kind}:{layer}" if kind != FINAL_NORM else kind for kind, layers in taps.items() for layer in layers]
+    params, tokens = SamplingParams(temperature=0, max_tokens=4, detokenize=False), []
+    for options in ({}, {"capture": names}):
+        with LLM(folder, **OPTIONS, **options) as llm:
+            asked = params.clone_with(capture=names) if options else params
+            (output,) = llm.generate([{"prompt_token_ids": [*range(1, 10)]}], asked, use_tqdm=False)
+            tokens.append(list(output.outputs[0].token_ids))
+    assert tokens[0] == tokens[1]
+    captured = output.outputs[0].captured
+    assert {each: len(rows) for each, rows in captured.items()} == dict.fromkeys(names, 12)

@@ -70,10 +70,13 @@ def assert_activations(name: str) -> None:
         assert routed == all_taps(recorded.config).get("router_logits")
 
 
-# Layers without attention or MLP, or that have them in another module.
+# Their layers read keys of blocks from pages, or a sound.
+PAGED = {"deepseek_v4", "deepseek_v41_plain", "whisper_wide_sound", "moonshine_sound", "cohere_asr_sound"}
+# Layers without attention or MLP, that have them in another module, or whose attention takes more than others.
 PARTS = {
     "decilm": "residual:0-5, attention_output:0 and 2 and 4, mlp_output:0-1 and 4, final_norm",
     "dory": "attention_output:0-5, mlp_output:0-5, final_norm",
+    "inkling": "residual:0-3, attention_output:0-2, mlp_output:0-2, router_logits:1-2, final_norm",
     "mamba": "residual:0-3, attention_output:0-2, final_norm",
     "mllama_text": "residual:0-4, attention_output:0 and 2, mlp_output:0 and 2, final_norm",
     "mllama_vision": "residual:0-5, attention_output:0 and 2 and 4, mlp_output:0 and 2 and 4, final_norm",
@@ -81,6 +84,7 @@ PARTS = {
     "final_norm",
     "qwen4_exp": "attention_output:0-3, mlp_output:0-3, router_logits:0-3, final_norm",
     "zamba2": "attention_output:0-2, mlp_output:1-2, final_norm",
+    "zaya": "attention_output:0-2, mlp_output:0-2, router_logits:0-2, final_norm",
 }
 
 
@@ -96,11 +100,20 @@ def test_layers_of_every_family_have_the_parts_that_their_taps_name(name):
 
 
 def assert_parts(name: str) -> dict[str, list[int]]:
-    """The taps of a recorded model, whose layers have them."""
+    """The taps of a recorded model, whose layers have them and run with all of them recorded."""
     model = build_model(read_folder(FOLDER / name), Build("float32"))
     found = all_taps(model.config)
     taps = [Tap(kind, layer) for kind, layers in found.items() for layer in layers]
     check_parts("capture", name, model.layers, range(model.config.num_layers), taps)
+    graph, state = nnx.split(model)
+
+    def run(state: nnx.State, tokens: jax.Array) -> list[jax.Array]:
+        section = Taps(tap for tap in taps if tap.kind != FINAL_NORM)
+        run_unpaged(nnx.merge(graph, state), tokens, sections={"taps": section})
+        return [section[tap] for tap in taps if tap.kind != FINAL_NORM]
+
+    if name not in PAGED:
+        jax.eval_shape(run, state, jax.ShapeDtypeStruct((1, 8), np.int32))
     return found
 
 
