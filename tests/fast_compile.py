@@ -123,7 +123,8 @@ def fast_compile() -> Iterator[None]:
     options, options_of = _known_options(), compiler.get_compile_options
 
     def in_one_part(*args, env_options_overrides=None, **kwargs):
-        return options_of(*args, env_options_overrides={**options, **(env_options_overrides or {})}, **kwargs)
+        own = options if jax.config.read("jax_disable_most_optimizations") else {}
+        return options_of(*args, env_options_overrides={**own, **(env_options_overrides or {})}, **kwargs)
 
     write = serialize_executable._JaxPjrtPickler.persistent_id
 
@@ -143,6 +144,19 @@ def fast_compile() -> Iterator[None]:
             yield
         finally:
             jax.config.update("jax_disable_most_optimizations", before)
+
+
+@contextlib.contextmanager
+def as_in_production() -> Iterator[None]:
+    """Compile as in production, here alone, where fast_compile is in force."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 class _Contexts(threading.local):
