@@ -315,6 +315,17 @@ def test_windows_that_are_listed_and_switched_off_are_refused(name):
         read_hf(raw | {"layer_types": kinds, "use_sliding_window": False})
 
 
+@each_row("name", ["qwen2_untied", "qwen3", "smollm3_untied"])
+def test_a_window_that_is_null_is_none(name):
+    windowed = recorded(name, use_sliding_window=True, sliding_window=None)
+    assert read_hf(windowed) == read_hf(recorded(name, use_sliding_window=False))
+    assert read_hf(windowed | {"layer_types": None}) == read_hf(windowed)
+    if name != "smollm3_untied":
+        kinds = ["sliding_attention"] * windowed["num_hidden_layers"]
+        with pytest.raises(ModelConfigError, match="layer_types must be without sliding_attention where sliding_win"):
+            read_hf(windowed | {"layer_types": kinds})
+
+
 @each_row("name", ["cwm", "gpt_oss", "ministral3", "mistral4"])
 def test_a_base_of_rope_alone_is_refused_where_transformers_has_a_scaling(name):
     with pytest.raises(ModelConfigError, match="rope_parameters must be a mapping, got None"):
