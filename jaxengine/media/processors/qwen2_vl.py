@@ -38,7 +38,8 @@ from jaxengine.scheduler.base.media import AUDIO
 
 # Assumed frame rate of a video without one: transformers' default.
 UNKNOWN_FPS = 24.0
-_OPTIONS = ("min_pixels", "max_pixels", "size")
+PIXEL_OPTIONS = ("min_pixels", "max_pixels")
+_OPTIONS = (*PIXEL_OPTIONS, "size")
 
 
 class Bounds(NamedTuple):

@@ -11,8 +11,17 @@ import numpy as np
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor, grown, shrunk
+from jaxengine.media.processors.qwen2_vl import (
+    PIXEL_OPTIONS,
+    UNKNOWN_FPS,
+    Bounds,
+    Qwen2VLProcessor,
+    Sizes,
+    grown,
+    shrunk,
+)
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
 
@@ -28,6 +37,15 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         "image": Bounds(56 * 56, 28 * 28 * 1280),
         "video": Bounds(128 * 32 * 32, 32 * 32 * 768),
     }
+
+    def read_sizes(self, modality: str, found: ConfigFields) -> Sizes:
+        """Return a modality's settings from those that were found. As in transformers, the bounds of a video are those
+        in `size`, and min_pixels and max_pixels beside it are not read. Raises ModelConfigError for settings that are
+        invalid or do not fit the tower.
+        """
+        if modality == "video":
+            found = ConfigFields({name: value for name, value in found.raw.items() if name not in PIXEL_OPTIONS})
+        return super().read_sizes(modality, found)
 
     def seconds(self, video: Any) -> tuple[float, ...]:
         """Return the midpoint between the first and last frame of each temporal step of a frames.Video, in seconds, at

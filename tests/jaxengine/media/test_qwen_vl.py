@@ -240,6 +240,18 @@ def test_settings_of_both_transformers_are_read(folders, tmp_path):
         opened(folder)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl_vision", "qwen3_vl_vision", "glm4v_vision", "lfm3_vl_vision"])
+def test_bounds_of_videos_are_those_that_the_class_in_transformers_reads(tmp_path, name):
+    """Only that of Qwen2-VL reads min_pixels and max_pixels beside `size`."""
+    folder = whole_checkpoint(name, tmp_path)
+    before, whole = opened(folder).sizes["video"].bounds, folder / "processor_config.json"
+    path = whole if whole.exists() else folder / "video_preprocessor_config.json"
+    found = json.loads(path.read_text())
+    found.get("video_processor", found).update({"min_pixels": 2000, "max_pixels": 2500})
+    path.write_text(json.dumps(found))
+    assert opened(folder).sizes["video"].bounds == ((2000, 2500) if name == "qwen2_5_vl_vision" else before)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
