@@ -39,7 +39,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         fields = fields.with_defaults(**DEFAULTS)
         bias = fields.boolean("attention_bias", False)
         interleaved = fields.boolean("rope_interleave", True, null_is_false=True)
-        options = {"interleaved": interleaved, "bias": bias, "output_bias": bias}
+        options: dict[str, Any] = {"interleaved": interleaved, "bias": bias, "output_bias": bias}
         shared = gated_fields(fields, read=hf_latent_fields, **options)
         return predicting(shared) | {"experts": sigmoid_experts(fields)}
 

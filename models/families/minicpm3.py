@@ -29,7 +29,7 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
         for name in ("scale_emb", "scale_depth", "dim_model_base"):
             fields.number(name)  # required, since the defaults of its own code and of transformers differ
         bias = fields.boolean("attention_bias", False)
-        options = {"interleaved": False, "tied": True, "bias": bias, "output_bias": bias}
+        options: dict[str, Any] = {"interleaved": False, "tied": True, "bias": bias, "output_bias": bias}
         shared = gated_fields(fields, read=hf_latent_fields, **options)
         return shared | multipliers(fields)
 

@@ -73,7 +73,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @cache
-def gated_by(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def gated_by(name: str) -> Callable[..., jax.Array]:
     """Return the function activation(gate) * up of gate and up (Shazeer 2020, arXiv:2002.05202) for a name of
     ACTIVATIONS; the same object at every call, so that layers share a trace.
     """
