@@ -105,7 +105,8 @@ def read_text(fields: ConfigFields, kind: str) -> dict[str, Any]:
     if dense is None:
         raise text.fail("mlp_layer_types", "a list of dense and sparse, one for each layer")
     experts = read_experts(text, dense)
-    return gated_fields(text, bias=bias, output_bias=bias) | {"experts": experts}
+    shared = gated_fields(text, bias=bias, output_bias=bias)
+    return shared | {"experts": experts, "mlp_bias": text.boolean("mlp_bias", False)}
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:

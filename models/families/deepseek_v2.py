@@ -33,7 +33,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         first = fields.integer("first_k_dense_replace", 0, minimum=0)
         experts = read_experts(fields, tuple(range(min(first, fields.integer("num_hidden_layers")))))
         shared = gated_fields(fields, read=hf_latent_fields, bias=bias, output_bias=bias)
-        return shared | {"experts": experts}
+        return shared | {"experts": experts, "mlp_bias": fields.boolean("mlp_bias", False)}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> Experts
     with a shared MLP. dense_layers: indices of the layers without experts. Raises ModelConfigError for wrong or
     unsupported fields.
     """
-    fields.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax")
+    fields.require(norm_topk_prob=False, scoring_func="softmax")
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.fail("topk_method", "'greedy' or 'group_limited_greedy'")

@@ -79,7 +79,8 @@ class DeepseekVLV2ForCausalLM(DeepseekV2ForCausalLM):
         dense = min(text.integer("first_k_dense_replace", 0, minimum=0), text.integer("num_hidden_layers"))
         bias = text.boolean("attention_bias", False)
         experts = read_experts(text.with_defaults(n_shared_experts=2), tuple(range(dense)))
-        return gated_fields(text, bias=bias, output_bias=bias) | {"experts": experts}
+        shared = gated_fields(text, bias=bias, output_bias=bias)
+        return shared | {"experts": experts, "mlp_bias": text.boolean("mlp_bias", False)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         if self.config.attention[layer].latent is None:

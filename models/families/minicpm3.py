@@ -21,7 +21,6 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields.require(mlp_bias=False)
         fields = fields.with_defaults(rms_norm_eps=1e-5)
         if not fields.has("v_head_dim"):
             value = fields.integer("hidden_size") // fields.integer("num_attention_heads")
@@ -31,7 +30,7 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
         bias = fields.boolean("attention_bias", False)
         options: dict[str, Any] = {"interleaved": False, "tied": True, "bias": bias, "output_bias": bias}
         shared = gated_fields(fields, read=hf_latent_fields, **options)
-        return shared | multipliers(fields)
+        return shared | multipliers(fields) | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.self_attn"

@@ -106,7 +106,7 @@ class MixtureOfExperts(nnx.Module):
 
     Args:
       activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate. None
-        for that of `config.activation`, which the shared MLP has, too.
+        for that of `config.activation`, which the shared MLP has, too, and biases if `config.mlp_bias` is true.
       router_dtype: dtype of the router's weights and product, by default the model's.
       router_size: number of elements of the router's input, by default the hidden size.
       shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
@@ -138,7 +138,7 @@ class MixtureOfExperts(nnx.Module):
         size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
         self.activation, self.is_gated = activation or gated_by(config.activation), bool(names.gate)
         self.fuses = bool(activation) or config.activation in FUSED
-        own = {} if activation else {"activation": ACTIVATIONS[config.activation]}
+        own = {} if activation else {"activation": ACTIVATIONS[config.activation], "bias": config.mlp_bias}
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
@@ -177,7 +177,7 @@ class MixtureOfExperts(nnx.Module):
         )
         beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
-        self.shared = GatedMLP(size, ffn, source=beside, build=build, **own, **shared) if ffn else None
+        self.shared = GatedMLP(size, ffn, source=beside, build=build, **{**own, **shared}) if ffn else None
         self.shared_gate = plain.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
         self.shared_gate_lora = plain_pools(gate[0], dtype) if experts.shared_gate else None
 

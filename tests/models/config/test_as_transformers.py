@@ -224,8 +224,6 @@ def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
     for field, value in (("norm_topk_prob", False), ("n_group", 2)):
         with pytest.raises(ModelConfigError, match=f"^{field} must be "):
             read_hf(recorded(name, **{field: value}))
-    with pytest.raises(ModelConfigError, match="^mlp_bias must be false"):  # of a shared MLP, too
-        read_hf(recorded("hy_v3", mlp_bias=True))
 
 
 @each_row("name", ["glm_moe_dsa", "qwen3_next_long", "minicpmv4_6_vision"])
@@ -278,6 +276,13 @@ def test_an_mscale_of_zero_is_none():
     of_all = {**yarn, "rope_theta": 10000.0, "mscale_all_dim": 0.0}
     without = {key: value for key, value in of_all.items() if key != "mscale_all_dim"}
     assert rope and read_hf(raw | {"rope_parameters": of_all}) == read_hf(raw | {"rope_parameters": without})
+
+
+@each_row("name", ["deepseek_v2", "hy_v3", "aria_text"])
+def test_biases_of_mlps_are_those_of_shared_ones_too(name):
+    made = nnx.eval_shape(lambda: build_model(read_hf(recorded(name, mlp_bias=True)), Build("float32")))
+    found = [node.shared for _, node in nnx.iter_graph(made) if isinstance(node, MixtureOfExperts)]
+    assert found and all(each.gate_up.bias is not None and each.down.bias is not None for each in found)
 
 
 @each_row(("name", "message"), [("step3p5", "'silu' for experts with limits"), ("hy_v4", "'silu' or 'swish'")])
