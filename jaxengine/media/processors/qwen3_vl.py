@@ -12,6 +12,7 @@ from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.processors.qwen2_vl import (
+    LEAST,
     PIXEL_OPTIONS,
     UNKNOWN_FPS,
     Bounds,
@@ -30,6 +31,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     together.
     """
 
+    video_tokens: ClassVar[int | None] = 768
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     # Images have Qwen2-VL's class.
     image_defaults: ClassVar[Mapping[str, Any]] = {"image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD)}
@@ -64,12 +66,23 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         """
         if modality == "image":
             return super().resized_size(modality, num_frames, height, width, bounds)
+        bounds = self.capped(modality, num_frames, bounds)
         return resized_frames(num_frames, height, width, bounds, self.factor, self.tower.temporal_patch_size)
+
+    def capped(self, modality: str, num_frames: int, bounds: Bounds) -> Bounds:
+        """Return bounds of the pixels of all frames, of which each has at most `video_tokens` embeddings; `bounds`
+        without such a limit.
+        """
+        if (limit := self.sizes[modality].video_tokens) is None:
+            return bounds
+        each = max(min(limit * self.factor**2, bounds.most // num_frames), int(bounds.least * LEAST))
+        return Bounds(bounds.least, each * num_frames)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels of the largest frames, of which each of a video's num_frames has an equal
         share of the bounds.
         """
+        bounds = self.capped(modality, num_frames, bounds)
         return self.widest(bounds, 1 if modality == "image" else num_frames)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
