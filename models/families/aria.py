@@ -54,8 +54,8 @@ class AriaTextForCausalLM(LlamaForCausalLM):
         return shared | {"experts": experts}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
-        names, more = ExpertNames(router="router"), {"bias": self.config.mlp_bias}
-        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, shared=more, build=build)
+        names = ExpertNames(router="router")
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, build=build)
 
 
 class AriaForConditionalGeneration(AriaTextForCausalLM):

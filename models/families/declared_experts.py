@@ -287,8 +287,9 @@ EXPERT_ROWS: dict[str, Row] = {
             "rope_theta": 11158840.0,
             "head_dim": 128,
             "routed_scaling_factor": 2.826,
+            "mlp_bias": False,
         },
-        only={"mlp_bias": False, **ALL_NORMED},
+        only=ALL_NORMED,
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
         parts=(
@@ -296,7 +297,7 @@ EXPERT_ROWS: dict[str, Row] = {
             (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
             (".mlp.shared_experts.", ".mlp.shared_mlp."),
         ),
-        **BIASED,
+        **{**BIASED, "mlp_bias": "mlp_bias"},
     ),
     "Mistral4ForCausalLM": Row(
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",

@@ -15,7 +15,6 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import (
-    SILU,
     SLIDING,
     Activation,
     hf_fields,
@@ -29,6 +28,7 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
+from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
 from jaxengine.models.layers.experts.moe import MLP_NAMES, ExpertNames
 from jaxengine.models.params.source import ExpertRows
@@ -194,12 +194,13 @@ class Row(NamedTuple):
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json.
 
-        Raises ModelConfigError for wrong or missing fields, for an unknown activation, for one other than SiLU in a
-        model with experts, and for an unsupported value of a field in `only`.
+        Raises ModelConfigError for wrong or missing fields, for an unknown activation, for one other than SiLU where
+        gates and ups have limits, and for an unsupported value of a field in `only`.
         """
         fields = self._canonical(text_fields(fields) if self.wrapped else fields)
         fields.require(**self.only)
         activation = fields.text("hidden_act", self.form.activation)
+        activation = SILU if activation == "swish" else activation
         if activation not in ACTIVATIONS:
             raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         form = replace(self.form, activation=activation)
@@ -215,12 +216,13 @@ class Row(NamedTuple):
         if not form.up:
             shared["attention"] = tuple(replace(layer, mixer_only=True) for layer in shared["attention"])
         experts = None if self.experts is None else self.experts(fields)
-        if experts is not None and activation not in SILU.values:
-            raise fields.fail("hidden_act", f"{SILU.values[0]!r} for a model with experts")
+        named = {} if experts is None else {"activation": activation}
+        if form.limits and activation != SILU:
+            raise fields.fail("hidden_act", f"{SILU!r} for experts with limits")
         more = {} if self.more is None else self.more(fields)
         if (loops := more.get("loops")) is not None:  # each run of a layer is one of the model
             shared["attention"] = tuple(shared["attention"][stored] for stored in loops.stored)
-        return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
+        return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **named, **more}
 
     def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Must only be called

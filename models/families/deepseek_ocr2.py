@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, listed_dense, text_fields
+from jaxengine.models.config.readers.hf import listed_dense, text_fields
 from jaxengine.models.families.deepseek_v2 import read_experts
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.deepseek_ocr import KERNELS, PROJECTOR, SEPARATOR, TOWER, read_deepseek_ocr2
@@ -105,7 +105,8 @@ def read_text(fields: ConfigFields, kind: str) -> dict[str, Any]:
     if dense is None:
         raise text.fail("mlp_layer_types", "a list of dense and sparse, one for each layer")
     experts = read_experts(text, dense)
-    return hf_fields(text, bias=bias, output_bias=bias) | {"experts": experts}
+    shared = gated_fields(text, bias=bias, output_bias=bias)
+    return shared | {"experts": experts, "mlp_bias": text.boolean("mlp_bias", False)}
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:

@@ -15,7 +15,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_shared_experts
 from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.mla import LatentAttention
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 
@@ -32,7 +32,8 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         fields.require(moe_layer_freq=1)
         first = fields.integer("first_k_dense_replace", 0, minimum=0)
         experts = read_experts(fields, tuple(range(min(first, fields.integer("num_hidden_layers")))))
-        return hf_latent_fields(fields, bias=bias, output_bias=bias) | {"experts": experts}
+        shared = gated_fields(fields, read=hf_latent_fields, bias=bias, output_bias=bias)
+        return shared | {"experts": experts, "mlp_bias": fields.boolean("mlp_bias", False)}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> Experts
     with a shared MLP. dense_layers: indices of the layers without experts. Raises ModelConfigError for wrong or
     unsupported fields.
     """
-    fields.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax")
+    fields.require(norm_topk_prob=False, scoring_func="softmax")
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.fail("topk_method", "'greedy' or 'group_limited_greedy'")

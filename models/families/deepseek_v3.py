@@ -13,6 +13,7 @@ from jaxengine.models.config.readers.hf import predicting
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.families.llama import gated_fields
 
 # transformers' defaults for fields that a file lacks.
 DEFAULTS = {
@@ -38,7 +39,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         fields = fields.with_defaults(**DEFAULTS)
         bias = fields.boolean("attention_bias", False)
         interleaved = fields.boolean("rope_interleave", True, null_is_false=True)
-        shared = hf_latent_fields(fields, interleaved=interleaved, bias=bias, output_bias=bias)
+        options: dict[str, Any] = {"interleaved": interleaved, "bias": bias, "output_bias": bias}
+        shared = gated_fields(fields, read=hf_latent_fields, **options)
         return predicting(shared) | {"experts": sigmoid_experts(fields)}
 
     @classmethod

@@ -10,10 +10,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM, read_experts
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
-from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.deepseek_vl2 import NEWLINE, POSITIONS, PROJECTOR, SEPARATOR, TOWER, read_deepseek_vl2
 
@@ -80,7 +79,8 @@ class DeepseekVLV2ForCausalLM(DeepseekV2ForCausalLM):
         dense = min(text.integer("first_k_dense_replace", 0, minimum=0), text.integer("num_hidden_layers"))
         bias = text.boolean("attention_bias", False)
         experts = read_experts(text.with_defaults(n_shared_experts=2), tuple(range(dense)))
-        return hf_fields(text, bias=bias, output_bias=bias) | {"experts": experts}
+        shared = gated_fields(text, bias=bias, output_bias=bias)
+        return shared | {"experts": experts, "mlp_bias": text.boolean("mlp_bias", False)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         if self.config.attention[layer].latent is None:

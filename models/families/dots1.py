@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
-from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.config.readers.hf import layer_kinds, windows_by_kind
 from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
@@ -27,7 +28,7 @@ class Dots1ForCausalLM(Qwen3MoeForCausalLM):
             first = fields.integer("max_window_layers", 62, minimum=0)
             windows = tuple(window if layer >= first else None for layer in range(num_layers))
         experts = sigmoid_experts(fields.with_defaults(norm_topk_prob=False))
-        return hf_fields(fields, windows=windows, qk_norm=True, bias=bias, output_bias=bias) | {"experts": experts}
+        return gated_fields(fields, windows=windows, qk_norm=True, bias=bias, output_bias=bias) | {"experts": experts}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from jaxengine.models.config.readers.hf import (
     FULL,
     LAYER_CONFIG,
     SLIDING,
-    Activation,
-    hf_fields,
     layer_kinds,
     text_fields,
     windows_by_kind,
 )
+from jaxengine.models.families.gemma2 import gelu_fields
 from jaxengine.models.families.gemma4 import Gemma4ForCausalLM, Gemma4Layer, with_own_heads
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
@@ -100,11 +99,10 @@ class EmbeddingGemma2Model(Gemma4ForCausalLM):
         kinds = layer_kinds(fields, fields.integer("sliding_window_pattern"))
         kinds = (*kinds[:-1], FULL)  # as transformers does, whatever the file says
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(
+        shared = gelu_fields(
             ConfigFields({**fields.raw, LAYER_CONFIG: None}),  # see with_own_heads
             windows=windows_by_kind(kinds, fields.integer("sliding_window") + 1),  # a token's own key included
             ropes=[None] * len(kinds),
-            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
             tied=True,
             scale=1.0,
             bias=bias,

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.config.readers.hf import read_head_dim, read_rope
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -58,7 +58,7 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
         )
         fields = fields.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5)
         rope = read_rope(fields, read_head_dim(fields), interleaved=True)
-        return hf_fields(fields, ropes=[rope] * num_layers, tied=True) | {"experts": experts}
+        return gated_fields(fields, ropes=[rope] * num_layers, tied=True) | {"experts": experts}
 
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(correction_bias="moe_statics.e_score_correction_bias")

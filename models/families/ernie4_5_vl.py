@@ -15,10 +15,10 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import hf_fields, listed_dense, read_head_dim, read_rope, text_fields
+from jaxengine.models.config.readers.hf import listed_dense, read_head_dim, read_rope, text_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM, read_least_sum
-from jaxengine.models.families.llama import LAYER, LlamaLayer
+from jaxengine.models.families.llama import LAYER, LlamaLayer, gated_fields
 from jaxengine.models.families.qwen2_vl import without_mrope
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
@@ -126,7 +126,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
         text.require(use_bias=False, moe_use_aux_free=True)
         count = text.integer("num_hidden_layers")
         rope = _read_rope(text, read_head_dim(text))
-        shared = hf_fields(text, ropes=[rope] * count, tied=True)
+        shared = gated_fields(text, ropes=[rope] * count, tied=True)
         tower = read_ernie4_5_vl(fields, text)
         tokens = tuple(sorted({token for _, token in tower.tokens}))
         return shared | {

@@ -10,10 +10,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
-from jaxengine.models.families.llama import LAYER, LlamaLayer
-from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.families.llama import LAYER, LlamaLayer, gated_fields
+from jaxengine.models.layers.base.activations import ACTIVATIONS, GELU_TANH
+from jaxengine.models.layers.base.mlp import GatedMLP
 
 
 class GemmaForCausalLM(Gemma2ForCausalLM):
@@ -26,14 +26,15 @@ class GemmaForCausalLM(Gemma2ForCausalLM):
         fields.require(use_bidirectional_attention=False, hidden_activation="gelu_pytorch_tanh")
         bias = fields.boolean("attention_bias", False)
         # Files of the first release have "gelu", by which they mean its tanh form.
-        activation = Activation("hidden_act", ("gelu_pytorch_tanh", "gelu"))
-        return hf_fields(fields, head_dim=256, activation=activation, tied=True, bias=bias, output_bias=bias)
+        if fields.text("hidden_act", "gelu") == "gelu":
+            fields = ConfigFields({**fields.raw, "hidden_act": GELU_TANH})
+        return gated_fields(fields, head_dim=256, tied=True, bias=bias, output_bias=bias)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        return gguf_fields(gguf)
+        return gguf_fields(gguf) | {"activation": GELU_TANH}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        size, ffn = self.config.hidden_size, self.config.intermediate_size
-        mlp = GatedMLP(size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
+        sizes = self.config.hidden_size, self.config.intermediate_size
+        mlp = GatedMLP(*sizes, source=f"{LAYER}.mlp", activation=ACTIVATIONS[self.config.activation], build=build)
         return LlamaLayer(self.config, self.make_attention(layer, build), mlp, build, norm_class=self.norm_class)

@@ -4,6 +4,7 @@ layer, soft caps on attention and logits, and a scaled embedding."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -14,20 +15,24 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from jaxengine.models.config.readers.hf import Activation, hf_fields, layer_kinds, windows_by_kind
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.config.readers.hf import layer_kinds, windows_by_kind
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.base.activations import ACTIVATIONS, GELU_TANH
+from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.pallas_kernels.kv.pages import KVPages
+
+# The fields of families whose MLPs have a tanh GELU, unless the file says otherwise.
+gelu_fields = partial(gated_fields, named="hidden_activation", default=GELU_TANH)
 
 
 class Gemma2Layer(nnx.Module):
     """Layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, build: Build):
-        """Create four norms, whose weights are stored as their difference to one, and a gated MLP with a tanh GELU."""
+        """Create four norms, whose weights are stored as their difference to one, and a gated MLP."""
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> OffsetRMSNorm:
@@ -36,8 +41,8 @@ class Gemma2Layer(nnx.Module):
         self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
         self.attention = attention
         self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
-        ffn = config.intermediate_size
-        self.mlp = GatedMLP(size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
+        ffn, activation = config.intermediate_size, ACTIVATIONS[config.activation]
+        self.mlp = GatedMLP(size, ffn, source=f"{LAYER}.mlp", activation=activation, build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         with jax.named_scope("attention"):
@@ -58,11 +63,10 @@ class Gemma2ForCausalLM(Decoder):
         window = fields.integer("sliding_window", None if "sliding_window" in fields.raw else 4096)
         fields.require(use_bidirectional_attention=False)
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(
+        shared = gelu_fields(
             fields,
             windows=windows_by_kind(layer_kinds(fields, full_every=2), window),
             head_dim=256,
-            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
             tied=True,
             scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
             soft_cap=read_cap(fields, "attn_logit_softcapping", 50.0),
@@ -81,6 +85,7 @@ class Gemma2ForCausalLM(Decoder):
         return shared | {
             "attention": tuple(sliding if windowed else full for windowed in gguf_sliding(fields, full_every=2)),
             "logit_soft_cap": fields.number("final_logit_softcapping", 30.0),
+            "activation": GELU_TANH,
         }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:

@@ -13,8 +13,6 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
 from jaxengine.models.config.readers.hf import (
-    Activation,
-    hf_fields,
     layer_kinds,
     read_head_dim,
     ropes_by_kind,
@@ -22,10 +20,11 @@ from jaxengine.models.config.readers.hf import (
     windows_by_kind,
 )
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, gguf_scale, read_cap
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, gelu_fields, gguf_scale, read_cap
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.llava import NAMES
 from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
+from jaxengine.models.layers.base.activations import GELU_TANH
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.gemma3 import read_gemma3
@@ -59,11 +58,10 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         kinds = layer_kinds(fields, fields.integer("sliding_window_pattern"))
         bias = fields.boolean("attention_bias", False)
         is_causal, window = not fields.boolean("use_bidirectional_attention", False), fields.integer("sliding_window")
-        shared = hf_fields(
+        shared = gelu_fields(
             fields,
             windows=windows_by_kind(kinds, window if is_causal else window // 2 + 1),  # both sides together
             ropes=ropes_by_kind(fields, read_head_dim(fields), kinds, sliding_theta="rope_local_base_freq"),
-            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
             tied=True,
             scale=fields.number("query_pre_attn_scalar") ** -0.5,
             bias=bias,
@@ -83,6 +81,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         return shared | {
             "attention": tuple(local if windowed else full for windowed in gguf_sliding(fields, full_every=6)),
             "logit_soft_cap": fields.number("final_logit_softcapping", None),
+            "activation": GELU_TANH,
         }
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

@@ -17,20 +17,19 @@ from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import (
-    Activation,
-    hf_fields,
     layer_kinds,
     ropes_by_kind,
     text_fields,
     windows_by_kind,
 )
-from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, gelu_fields, read_cap
 from jaxengine.models.families.gemma4 import Gemma4Attention, LayerInputs, PerLayerGate, with_sources
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import GatedMLP, SparseGelu, gelu_tanh
+from jaxengine.models.layers.base.mlp import GatedMLP, SparseGate
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
@@ -101,8 +100,8 @@ class Gemma3nLayer(nnx.Module):
         self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
         attention = config.attention[layer]
         self.attention = Gemma4Attention(attention, size, eps=eps, source=f"{LAYER}.self_attn", build=build)
-        share = altup.sparsity[layer]
-        activation = SparseGelu(NormalDist().inv_cdf(share)) if share else gelu_tanh
+        share, activation = altup.sparsity[layer], ACTIVATIONS[config.activation]
+        activation = SparseGate(NormalDist().inv_cdf(share), activation) if share else activation
         ffn = config.ffn_sizes[layer] if config.ffn_sizes else config.intermediate_size
         self.mlp = GatedMLP(size, ffn, source=f"{LAYER}.mlp", activation=activation, build=build)
         self.input_gate = PerLayerGate(config, build)
@@ -167,11 +166,10 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         fields = fields.with_defaults(**DEFAULTS)
         kinds, bias = layer_kinds(fields, _FULL_EVERY), fields.boolean("attention_bias", False)
         fields, sizes = _with_ffn_sizes(fields)
-        shared = hf_fields(
+        shared = gelu_fields(
             fields,
             windows=windows_by_kind(kinds, fields.integer("sliding_window")),
             ropes=ropes_by_kind(fields, fields.integer("head_dim"), kinds, sliding_theta="rope_local_base_freq"),
-            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
             tied=True,
             scale=1.0,
             bias=bias,

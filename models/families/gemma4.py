@@ -32,8 +32,6 @@ from jaxengine.models.config.readers.hf import (
     FULL,
     LAYER_CONFIG,
     SLIDING,
-    Activation,
-    hf_fields,
     layer_kinds,
     read_rope,
     text_fields,
@@ -41,13 +39,14 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.config.tower import TOWERS, TowerConfig
-from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, gelu_fields, read_cap
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS, GELU_TANH
 from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.base.scale import scaled
@@ -111,7 +110,7 @@ class Gemma4Experts(MixtureOfExperts):
 
     def __init__(self, config: ModelConfig, *, source: str, build: Build):
         names = ExpertNames(router="router.proj")
-        super().__init__(config, source=source, build=build, names=names, activation=_gelu_gated)
+        super().__init__(config, source=source, build=build, names=names)
         size, count, self.eps = config.hidden_size, self.experts.num_experts, config.rms_norm_eps
         # float32, as the router's decisions are.
         scale = ParamDecl((None,), (Source(f"{source}.router.scale", size),))
@@ -129,11 +128,6 @@ class Gemma4Experts(MixtureOfExperts):
         return weights * self.expert_scale[...][ids], ids
 
 
-def _gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return gelu(gate) * up, the activation of gated experts, with GELU in its tanh form."""
-    return gelu_tanh(gate) * up
-
-
 class Gemma4MLP(nnx.Module):
     """Feed-forward part of a layer: dense(norm(x)) or, if the model has experts, norm(dense(norm(x))) +
     norm(experts(norm(x))), each with its own norms.
@@ -141,7 +135,8 @@ class Gemma4MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, ffn: int, build: Build):
         """Create the dense MLP of size `ffn` and, if the model has experts, these and their norms."""
-        self.dense = GatedMLP(config.hidden_size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
+        options: dict[str, Any] = {"activation": ACTIVATIONS[config.activation], "build": build}
+        self.dense = GatedMLP(config.hidden_size, ffn, source=f"{LAYER}.mlp", **options)
         self.experts = None if config.experts is None else Gemma4Experts(config, source=LAYER, build=build)
         size, eps, feedforward = config.hidden_size, config.rms_norm_eps, "feedforward_layernorm"
 
@@ -172,6 +167,7 @@ class PerLayerGate(nnx.Module):
     def __init__(self, config: ModelConfig, build: Build, source: str = LAYER):
         size, own = config.hidden_size, config.layer_input_size
         gate, project = Source(f"{source}.per_layer_input_gate", own), Source(f"{source}.per_layer_projection", size)
+        self.activation = ACTIVATIONS[config.activation]
         self.gate = Linear(size, (gate,), axes=("embed", "latent"), build=build)
         self.project = Linear(own, (project,), axes=("latent", "embed"), build=build)
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.post_per_layer_input_norm", build=build)
@@ -181,7 +177,7 @@ class PerLayerGate(nnx.Module):
         the layer.
         """
         assert step.of_layer is not None
-        gate = gelu_tanh(self.gate(x, step.rows, out_dtype=jnp.float32))
+        gate = self.activation(self.gate(x, step.rows, out_dtype=jnp.float32))
         inner = (gate * step.of_layer.astype(jnp.float32)).astype(x.dtype)
         return self.norm(self.project(inner, step.rows))
 
@@ -264,11 +260,10 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             raise fields.fail("use_bidirectional_attention", '"vision", null or absent')
         kinds, bias = layer_kinds(fields, _FULL_EVERY), fields.boolean("attention_bias", False)
         kinds = (*kinds[:-1], FULL)  # as transformers does, whatever the file says
-        shared = hf_fields(
+        shared = gelu_fields(
             ConfigFields({**fields.raw, LAYER_CONFIG: None}),  # see _attention
             windows=windows_by_kind(kinds, fields.integer("sliding_window")),
             ropes=[None] * len(kinds),
-            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
             tied=True,
             scale=1.0,
             bias=bias,
@@ -313,6 +308,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             "ffn_sizes": () if len(set(sizes)) == 1 else sizes,
             "layer_input_size": fields.integer("embedding_length_per_layer_input", 0, minimum=0),
             "logit_soft_cap": fields.number("final_logit_softcapping", None),
+            "activation": GELU_TANH,
         }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:

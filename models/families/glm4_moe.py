@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, listed_dense, predicting
+from jaxengine.models.config.readers.hf import listed_dense, predicting
+from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 
@@ -21,7 +22,7 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(partial_rotary_factor=0.5, rms_norm_eps=1e-5)
         fields = fields.with_defaults(first_k_dense_replace=1, n_shared_experts=1)
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
             partial_rotary=True,
             qk_norm=fields.boolean("use_qk_norm", False),

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts
-from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.declared_dense import ropes_of_layers
 from jaxengine.models.families.declared_rows import full_first_of_four
 from jaxengine.models.families.granite import granite_multipliers
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from jaxengine.models.families.llama import gated_fields
 
 
 class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
@@ -38,7 +38,7 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias, scale = fields.boolean("attention_bias", False), fields.number("attention_multiplier", 1.0)
-        shared = hf_fields(fields, bias=bias, output_bias=bias, scale=scale)
+        shared = gated_fields(fields, bias=bias, output_bias=bias, scale=scale)
         shared_size = cls.shared_size(fields)
         experts = ExpertsConfig(
             num_experts=fields.integer("num_local_experts", 8),

@@ -16,6 +16,7 @@ from jaxengine.models.config.readers.hf import FULL, hf_fields, read_head_dim, r
 from jaxengine.models.config.state import StateSpace, read_state_space
 from jaxengine.models.families.granite import GraniteForCausalLM, granite_multipliers
 from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.mamba2 import Mamba2
@@ -73,7 +74,8 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         size, ffn, experts = self.config.hidden_size, self.config.intermediate_size, self.config.experts
         gate_up, down = parts_of(f"{SHARED}.input_linear", ffn, ffn), Source(f"{SHARED}.output_linear", size)
         if experts is None:
-            return GatedMLP(size, ffn, source=SHARED, gate_up=gate_up, down=down, build=build)
+            activation = ACTIVATIONS[self.config.activation]
+            return GatedMLP(size, ffn, source=SHARED, gate_up=gate_up, down=down, activation=activation, build=build)
         names = ExpertNames(router="router.layer")
         beside = {"gate_up": gate_up, "down": down}
         return MixtureOfExperts(self.config, source=EXPERTS, names=names, shared=beside, build=build)

@@ -13,10 +13,10 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.hunyuan_dense import NormAfterRope
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 
@@ -43,7 +43,7 @@ class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
         )
         bias, fields = fields.boolean("attention_bias", False), fields.with_defaults(rms_norm_eps=1e-5)
         ropes = [_read_rope(fields, read_head_dim(fields))] * fields.integer("num_hidden_layers")
-        return hf_fields(fields, ropes=ropes, bias=bias, output_bias=bias) | {"experts": experts}
+        return gated_fields(fields, ropes=ropes, bias=bias, output_bias=bias) | {"experts": experts}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import times_gate
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
+from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import ClampedSilu
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
@@ -102,6 +103,8 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
         # transformers replaces the field by the number of heads, which all have keys of their own.
         fields = ConfigFields({**fields.raw, "num_key_value_heads": fields.integer("num_attention_heads")})
         shared = super().read_hf(fields)
+        if shared["activation"] != SILU:  # what is clamped
+            raise fields.fail("hidden_act", "'silu' or 'swish'")
         eps = shared["rms_norm_eps"]
         attention = (
             replace(each, sinks=True, index=replace(each.index, rotates_last=True, norm_eps=eps))

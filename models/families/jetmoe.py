@@ -14,8 +14,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import Activation, hf_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -115,8 +114,7 @@ class JetMoeForCausalLM(LlamaForCausalLM):
         head_dim = fields.integer("kv_channels", None) or fields.integer("head_dim", 128)
         heads = fields.integer("num_key_value_heads") * experts.num_per_token  # whatever the file says
         own = {"num_attention_heads": heads, "head_dim": head_dim}
-        activation = Activation("activation_function", ("silu", "swish"))
-        shared = hf_fields(ConfigFields({**fields.raw, **own}), activation=activation, tied=True)
+        shared = gated_fields(ConfigFields({**fields.raw, **own}), named="activation_function", tied=True)
         return shared | {"experts": experts}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:

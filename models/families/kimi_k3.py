@@ -43,4 +43,5 @@ class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
         text = text_fields(fields)
         if text.text("model_type", "kimi_linear") != "kimi_linear":
             raise text.fail("model_type", "kimi_linear in text_config")
+        text.require(attention_bias=False)
         return super().read_hf(text.with_defaults(**_DEFAULTS)) | {"tower": read_kimi_k3(fields)}

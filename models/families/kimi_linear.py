@@ -71,11 +71,12 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = usual_names(fields)
-        fields.require(mla_use_nope=True, moe_layer_freq=1, attention_bias=False)
+        fields.require(mla_use_nope=True, moe_layer_freq=1)
         parts, linear = read_parts(fields), ConfigFields(fields.mapping("linear_attn_config") or {})
         # No layer has rope, so that its scaling has no effect. The activation is one of `parts`.
         plain = {"rope_parameters": None, "rope_scaling": None} | ({} if parts.situ is None else {"hidden_act": "silu"})
-        shared = hf_latent_fields(ConfigFields({**fields.raw, **plain}))
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_latent_fields(ConfigFields({**fields.raw, **plain}), bias=bias, output_bias=bias)
         state = GatedDelta(
             num_k_heads=(heads := fields.integer("linear_num_heads")),
             num_v_heads=heads,

@@ -6,6 +6,7 @@ Pre-norm, rope, grouped-query attention, gated MLP (Touvron et al. 2023, arXiv:2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -14,25 +15,34 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import SILU, Activation, hf_fields
+from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import NormClass, RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
-_ANY = Activation(SILU.field, (*SILU.values, *(name for name in ACTIVATIONS if name not in SILU.values)))
 
 
-def gated_fields(fields: ConfigFields, **options: Any) -> dict[str, Any]:
-    """Return `hf_fields` of a family whose gated MLPs have any of ACTIVATIONS, SiLU by default, with that activation as
-    a further argument of ModelConfig. options: see `hf_fields`. Raises ModelConfigError for wrong fields.
+def gated_fields(
+    fields: ConfigFields,
+    *,
+    named: str = "hidden_act",
+    default: str = SILU,
+    read: Callable[..., dict[str, Any]] = hf_fields,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return `hf_fields`, or what `read` returns, of a family whose MLPs and experts have any of ACTIVATIONS, with that
+    activation as a further argument of ModelConfig.
+
+    named: name of its field. default: activation of a file without it. options: those of `read`. Raises
+    ModelConfigError for wrong fields.
     """
-    found = fields.text(_ANY.field, SILU.values[0])
-    name = SILU.values[0] if found in SILU.values else found
-    return hf_fields(fields, activation=_ANY, **options) | {"activation": name}
+    found = fields.text(named, default)
+    allowed = Activation(named, (default, *(name for name in ACTIVATIONS if name != default)))
+    return read(fields, activation=allowed, **options) | {"activation": SILU if found == "swish" else found}
 
 
 class LlamaLayer(nnx.Module):

@@ -15,10 +15,11 @@ from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer, read_head_dim, read_rope, text_fields
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.config.readers.hf import FULL, read_each_layer, read_head_dim, read_rope, text_fields
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import rms_normalized
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
@@ -56,7 +57,7 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
         with_rope = _flags(fields, "no_rope_layers", [int((layer + 1) % every > 0) for layer in range(num_layers)])
         chunks = _chunks(fields, with_rope)
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(fields, bias=bias, output_bias=bias, qk_norm=fields.boolean("use_qk_norm", True))
+        shared = gated_fields(fields, bias=bias, output_bias=bias, qk_norm=fields.boolean("use_qk_norm", True))
         tuning = None
         if fields.value("attn_temperature_tuning", True):
             floor_scale, attn_scale = fields.number("floor_scale", 8192.0), fields.number("attn_scale", 0.1)
@@ -120,7 +121,8 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.feed_forward"
         if config.experts is not None and layer in config.experts.dense_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, source=source, build=build)
+            sizes, activation = (config.hidden_size, config.intermediate_size), ACTIVATIONS[config.activation]
+            return GatedMLP(*sizes, source=source, activation=activation, build=build)
         names = ExpertNames(router="router", shared="shared_expert")
         return MixtureOfExperts(config, source=source, names=names, build=build)
 

@@ -16,9 +16,11 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.scale import scaled
@@ -74,7 +76,8 @@ class LongcatFlashLayer(nnx.Module):
             RMSNorm(size, eps, source=f"{PAIR}.{name}_layernorm.{{half}}", build=build)
             for name in ("input", "post_attention")
         )
-        self.mlp = GatedMLP(size, config.intermediate_size, source=f"{PAIR}.mlps.{{half}}", build=build)
+        sizes, activation = (size, config.intermediate_size), ACTIVATIONS[config.activation]
+        self.mlp = GatedMLP(*sizes, source=f"{PAIR}.mlps.{{half}}", activation=activation, build=build)
         if self.is_first:
             options: dict[str, Any] = {"names": NAMES, "router_dtype": jnp.float32, "build": build}
             self.experts = MixtureOfExperts(config, source=f"{PAIR}.mlp", **options)
@@ -117,7 +120,8 @@ class LongcatFlashForCausalLM(Decoder):
         count, q_rank = fields.integer("num_layers"), fields.integer("q_lora_rank")
         own = {"num_hidden_layers": 2 * count, "intermediate_size": fields.integer("ffn_hidden_size")}
         bias = fields.boolean("attention_bias", False)
-        shared = hf_latent_fields(ConfigFields({**fields.raw, **own}), bias=bias, output_bias=bias)
+        options = {"read": hf_latent_fields, "bias": bias, "output_bias": bias}
+        shared = gated_fields(ConfigFields({**fields.raw, **own}), **options)
         # The model multiplies queries by this root; here it is part of the scale of products instead.
         root = (shared["hidden_size"] / q_rank) ** 0.5
         zeros = 0 if "zero_expert_num" in fields.raw else 256  # null is none

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.minicpm import MiniCPMForCausalLM, multipliers
 from jaxengine.models.layers.attention.mla import LatentAttention
 
@@ -21,7 +21,6 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields.require(mlp_bias=False)
         fields = fields.with_defaults(rms_norm_eps=1e-5)
         if not fields.has("v_head_dim"):
             value = fields.integer("hidden_size") // fields.integer("num_attention_heads")
@@ -29,8 +28,9 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
         for name in ("scale_emb", "scale_depth", "dim_model_base"):
             fields.number(name)  # required, since the defaults of its own code and of transformers differ
         bias = fields.boolean("attention_bias", False)
-        shared = hf_latent_fields(fields, interleaved=False, tied=True, bias=bias, output_bias=bias)
-        return shared | multipliers(fields)
+        options: dict[str, Any] = {"interleaved": False, "tied": True, "bias": bias, "output_bias": bias}
+        shared = gated_fields(fields, read=hf_latent_fields, **options)
+        return shared | multipliers(fields) | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.self_attn"

@@ -12,8 +12,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, SIGMOID, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields, read_head_dim
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.config.readers.hf import read_head_dim
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
@@ -44,7 +44,7 @@ class MiniMaxM2ForCausalLM(OlmoeForCausalLM):
         defaults: dict[str, Any] = {"rope_theta": 5000000.0, "head_dim": 128}
         if fields.has("rotary_dim"):
             defaults["partial_rotary_factor"] = fields.integer("rotary_dim") / read_head_dim(fields, 128)
-        return hf_fields(fields.with_defaults(**defaults), partial_rotary=True) | {"experts": experts}
+        return gated_fields(fields.with_defaults(**defaults), partial_rotary=True) | {"experts": experts}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

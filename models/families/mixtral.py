@@ -10,8 +10,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import MIXTRAL, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
@@ -32,7 +31,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
             intermediate_size=fields.integer("intermediate_size"),
         )
         fields = fields.with_defaults(rope_theta=1_000_000.0, rms_norm_eps=1e-5)
-        return hf_fields(fields, windows=fields.integer("sliding_window", None)) | {"experts": experts}
+        return gated_fields(fields, windows=fields.integer("sliding_window", None)) | {"experts": experts}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from jaxengine.models.config.model_config import ModelConfig, NormedOutputs
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
-    Activation,
-    hf_fields,
     read_each_layer,
     read_head_dim,
     read_rope,
@@ -26,8 +24,9 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import FixedRMSNorm, NormClass, OffsetRMSNorm, RMSNorm, rms_normalized
@@ -138,12 +137,13 @@ class MuseGlimmerForConditionalGeneration(Gemma2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         sees = "text_config" in fields.raw or fields.value("model_type", None) == "muse_glimmer"
         text = (text_fields(fields, optional=True) if sees else fields).with_defaults(**DEFAULTS)
-        shared = muse_fields(text, Activation("hidden_activation", ("silu", "swish")))
+        shared = muse_fields(text, "hidden_activation")
         return shared | {"tower": read_muse_tower(fields, shared["rms_norm_eps"]) if sees else None}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        config, source = self.config, f"{LAYER}.mlp"
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, source=source, build=build)
+        config, activation = self.config, ACTIVATIONS[self.config.activation]
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = GatedMLP(*sizes, source=f"{LAYER}.mlp", activation=activation, build=build)
         return MuseLayer(config, MuseAttention(config, layer, build), mlp, build)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
@@ -152,9 +152,9 @@ class MuseGlimmerForConditionalGeneration(Gemma2ForCausalLM):
         return rms_normalized(x, self.config.rms_norm_eps).astype(x.dtype)
 
 
-def muse_fields(fields: ConfigFields, activation: Activation) -> dict[str, Any]:
+def muse_fields(fields: ConfigFields, activation: str) -> dict[str, Any]:
     """Return the keyword arguments of ModelConfig that Muse models share, from the fields of the text, which must have
-    defaults as DEFAULTS has them. activation: its field, and the supported values.
+    defaults as DEFAULTS has them. activation: name of its field.
 
     Unless `layer_types` lists them, the last layer and every fourth before it attend to all keys, and the others have a
     window. Raises ModelConfigError for wrong fields.
@@ -165,11 +165,11 @@ def muse_fields(fields: ConfigFields, activation: Activation) -> dict[str, Any]:
     window = fields.integer("sliding_window", None if "sliding_window" in fields.raw else _WINDOW)
     bias = fields.boolean("attention_bias", False)
     scale = fields.number("qk_scale_factor") * read_head_dim(fields) ** -0.5
-    shared = hf_fields(
+    shared = gated_fields(
         fields,
         windows=windows_by_kind(kinds, window),
         ropes=_ropes(fields),
-        activation=activation,
+        named=activation,
         scale=scale,
         bias=bias,
         output_bias=bias,

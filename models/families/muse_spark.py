@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import SILU, listed_dense, text_fields
+from jaxengine.models.config.readers.hf import listed_dense, text_fields
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.muse_glimmer import (
     DEFAULTS,
@@ -24,6 +24,7 @@ from jaxengine.models.families.muse_glimmer import (
     MuseLayer,
     muse_fields,
 )
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import FixedRMSNorm, InputScaledRMSNorm, OffsetRMSNorm
@@ -116,7 +117,7 @@ class MuseSparkForConditionalGeneration(MuseGlimmerForConditionalGeneration):
         text.require(num_shared_experts=0)
         if not text.mapping("rope_parameters") and not text.mapping("rope_scaling"):
             text = ConfigFields({**text.raw, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}})
-        shared = muse_fields(text, SILU)
+        shared = muse_fields(text, "hidden_act")
         temperature = text.number("residual_gate_temperature")
         experts = ExpertsConfig(
             num_experts=text.integer("num_local_experts"),
@@ -136,7 +137,8 @@ class MuseSparkForConditionalGeneration(MuseGlimmerForConditionalGeneration):
         config = self.config
         assert config.experts is not None
         if layer in config.experts.dense_layers:
-            mlp: Any = GatedMLP(config.hidden_size, config.intermediate_size, source=_SOURCE, build=build)
+            sizes, activation = (config.hidden_size, config.intermediate_size), ACTIVATIONS[config.activation]
+            mlp: Any = GatedMLP(*sizes, source=_SOURCE, activation=activation, build=build)
         else:
             mlp = PooledExperts(config, build)
         gates = [

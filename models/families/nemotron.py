@@ -10,10 +10,12 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import Activation, hf_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.base.mlp import MLP, relu_squared
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
+from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import OffsetLayerNorm
+
+_ACTIVATION = "relu2"
 
 
 class NemotronForCausalLM(LlamaForCausalLM):
@@ -26,9 +28,9 @@ class NemotronForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(partial_rotary_factor=0.5, norm_eps=1e-5)
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
-            activation=Activation("hidden_act", ("relu2",)),
+            default=_ACTIVATION,
             partial_rotary=True,
             eps="norm_eps",
             bias=bias,
@@ -38,9 +40,12 @@ class NemotronForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        return gguf_fields(gguf, eps="attention.layer_norm_epsilon", partial_rotary=True)
+        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", partial_rotary=True)
+        return shared | {"activation": _ACTIVATION}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.mlp"
         size, ffn = config.hidden_size, config.intermediate_size
-        return MLP(size, ffn, source=source, activation=relu_squared, bias=config.mlp_bias, build=build)
+        return MLP(
+            size, ffn, source=source, activation=ACTIVATIONS[config.activation], bias=config.mlp_bias, build=build
+        )

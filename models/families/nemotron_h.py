@@ -17,11 +17,12 @@ from jaxengine.models.config import taps
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import FULL, Activation, hf_fields
+from jaxengine.models.config.readers.hf import FULL
 from jaxengine.models.config.state import StateSpace, read_dt_limits
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
-from jaxengine.models.layers.base.mlp import MLP, relu_squared
+from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.latent_experts import LatentExperts
@@ -89,11 +90,12 @@ class NemotronHForCausalLM(Decoder):
             sliding_window=None,
         )
         fields = fields.with_defaults(num_hidden_layers=len(kinds), layer_norm_epsilon=1e-5)
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
             ropes=[None] * len(kinds),
             head_dim=fields.integer("attention_head_dim", 128),
-            activation=Activation("mlp_hidden_act", ("relu2",)),
+            named="mlp_hidden_act",
+            default="relu2",
             eps="layer_norm_epsilon",
         )
         state = _state(fields) if MAMBA in kinds else None
@@ -116,7 +118,11 @@ class NemotronHForCausalLM(Decoder):
             return MixerLayer(config, Mamba2(own.state, size, eps=eps, source=SOURCE, build=build), MAMBA, build)
         if config.experts is not None and layer not in config.experts.dense_layers:
             return MixerLayer(config, self._make_experts(layer, build), EXPERTS, build)
-        options: dict[str, Any] = {"activation": relu_squared, "bias": config.mlp_bias, "build": build}
+        options: dict[str, Any] = {
+            "activation": ACTIVATIONS[config.activation],
+            "bias": config.mlp_bias,
+            "build": build,
+        }
         return MixerLayer(config, MLP(size, config.intermediate_size, source=SOURCE, **options), FEED_FORWARD, build)
 
     def _make_experts(self, layer: int, build: Build) -> LatentExperts:
@@ -124,7 +130,7 @@ class NemotronHForCausalLM(Decoder):
         assert self.config.experts is not None
         experts, bias = self.config.experts.of_layer(layer), self.config.mlp_bias
         config = replace(self.config, experts=experts)
-        options: dict[str, Any] = {"activation": relu_squared, "bias": bias, "build": build}
+        options: dict[str, Any] = {"activation": ACTIVATIONS[config.activation], "bias": bias, "build": build}
         sizes = config.hidden_size, experts.shared_intermediate_size
         shared = MLP(*sizes, source=f"{SOURCE}.shared_experts", **options)
         latent = f"{SOURCE}.fc1_latent_proj", f"{SOURCE}.fc2_latent_proj"

@@ -11,7 +11,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
+from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.olmo2 import normed_attention
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
@@ -32,7 +32,7 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
             norm_weights=fields.boolean("norm_topk_prob", False),
         )
         bias = fields.boolean("attention_bias", False)
-        shared = hf_fields(fields.with_defaults(rms_norm_eps=1e-5), bias=bias, output_bias=bias)
+        shared = gated_fields(fields.with_defaults(rms_norm_eps=1e-5), bias=bias, output_bias=bias)
         return shared | {"experts": experts}
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import SLIDING, layer_kinds, windows_by_kind
 from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
@@ -13,17 +13,20 @@ from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     """Return the sliding window of each layer in tokens, None for a layer that sees all keys.
 
-    Without `use_sliding_window` no layer has a window. With it, the layers with a window are those that `layer_types`
-    lists as sliding, or, if that is absent, those with an index of at least `max_window_layers`. Raises
-    ModelConfigError if a field is invalid, or if `layer_types` lists sliding layers while `use_sliding_window` is
-    false.
+    Without `use_sliding_window`, or where `sliding_window` is null, no layer has a window. Otherwise the layers with a
+    window are those that `layer_types` lists as sliding, or, if that is absent, those with an index of at least
+    `max_window_layers`. Raises ModelConfigError if a field is invalid, or if `layer_types` lists sliding layers while
+    there is no window.
     """
-    num_layers = fields.integer("num_hidden_layers")
-    if not fields.boolean("use_sliding_window", False):
+    num_layers, windowed = fields.integer("num_hidden_layers"), fields.boolean("use_sliding_window", False)
+    if windowed and "sliding_window" not in fields.raw:
+        raise ModelConfigError("sliding_window is missing: null (no window) or an integer >= 1 is allowed")
+    window = fields.integer("sliding_window", None) if windowed else None
+    if window is None:
         if SLIDING in layer_kinds(fields):
-            raise fields.fail("layer_types", f"without {SLIDING} where use_sliding_window is false")
+            where = "sliding_window is null" if windowed else "use_sliding_window is false"
+            raise fields.fail("layer_types", f"without {SLIDING} where {where}")
         return (None,) * num_layers
-    window = fields.integer("sliding_window")
     if fields.has("layer_types"):
         return windows_by_kind(layer_kinds(fields), window)
     first = fields.integer("max_window_layers", minimum=0)

@@ -12,8 +12,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen2 import read_layer_windows
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
@@ -29,7 +28,7 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
         # Versions of transformers differ in which layers have the window.
         if fields.boolean("use_sliding_window", False) and not fields.has("layer_types"):
             raise ModelConfigError("layer_types must be given where use_sliding_window is true, got none")
-        shared = hf_fields(fields, windows=read_layer_windows(fields), bias=fields.boolean("qkv_bias", True))
+        shared = gated_fields(fields, windows=read_layer_windows(fields), bias=fields.boolean("qkv_bias", True))
         return shared | {"experts": gated_experts(fields, norm_weights=False)}
 
     @classmethod

@@ -10,8 +10,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 
 
@@ -33,7 +32,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
             norm_weights=fields.boolean("norm_topk_prob", False),
             dense_layers=dense_layers(fields),
         )
-        shared = hf_fields(fields, windows=window, qk_norm=True, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, windows=window, qk_norm=True, bias=bias, output_bias=bias)
         return shared | {"experts": experts}
 
     @classmethod

@@ -9,9 +9,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import GELU_TANH, hf_fields
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.base.mlp import MLP, gelu_tanh
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
+from jaxengine.models.layers.base.activations import ACTIVATIONS, GELU_TANH
+from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import LayerNorm
 
 
@@ -26,10 +26,10 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
         fields = fields.with_defaults(norm_epsilon=1e-5)
         fields.require(norm_type="layer_norm", mlp_type="default")
         bias = fields.boolean("use_bias", True)
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
             windows=fields.integer("sliding_window", None),
-            activation=GELU_TANH,
+            default=GELU_TANH,
             tied=True,
             eps="norm_epsilon",
             bias=bias,
@@ -43,10 +43,10 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
         and without a sliding window, as in llama.cpp. Raises ModelConfigError for wrong fields.
         """
         shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", bias=True, output_bias=True)
-        return shared | {"mlp_bias": True}
+        return shared | {"mlp_bias": True, "activation": GELU_TANH}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.mlp"
         size, ffn = config.hidden_size, config.intermediate_size
-        names = {"up": "c_fc", "down": "c_proj"}
-        return MLP(size, ffn, source=source, activation=gelu_tanh, bias=config.mlp_bias, build=build, **names)
+        names, activation = {"up": "c_fc", "down": "c_proj"}, ACTIVATIONS[config.activation]
+        return MLP(size, ffn, source=source, activation=activation, bias=config.mlp_bias, build=build, **names)

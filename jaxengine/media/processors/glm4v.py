@@ -25,6 +25,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
     """Processor of Glm4vForConditionalGeneration."""
 
     around_name: ClassVar[str] = "image"
+    video_tokens: ClassVar[int | None] = None
     defaults: ClassVar[Mapping[str, Any]] = Qwen2VLProcessor.defaults
     default_bounds: ClassVar[Mapping[str, Bounds]] = {
         "image": Bounds(112 * 112, 28 * 28 * 15000),

@@ -40,7 +40,7 @@ class H2OVLProcessor(InternVLChatProcessor):
     needs_settings = False
     twice: bool
 
-    def makes_videos_alike(self, folder: Path) -> bool:
+    def reads_frames(self, folder: Path) -> bool:
         """Return False: videos are not supported. folder: not used."""
         del folder
         return False

@@ -24,7 +24,7 @@ class InternVLProcessor(FrameUnits, TilesProcessor):
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and start, end and video tokens. Videos are only taken if their placeholder is
-        one token and they are preprocessed like images. Raises ModelConfigError or ModelFileError for missing or
+        one token and their frames are squares of the tower. Raises ModelConfigError or ModelFileError for missing or
         invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
@@ -33,7 +33,7 @@ class InternVLProcessor(FrameUnits, TilesProcessor):
         texts = (token_text(path, named, *name) for name in names)
         self.start, self.end, video = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         self.video_id = video[0]
-        if len(video) != 1 or not self.makes_videos_alike(Path(folder)):
+        if len(video) != 1 or not self.reads_frames(Path(folder)):
             self.modalities = ("image",)
 
     def placeholder_id(self) -> int:

@@ -21,6 +21,7 @@ class KeyeProcessor(PaddleOcrVLProcessor):
     """Processor of KeyeForConditionalGeneration."""
 
     modalities: tuple[str, ...] = ("image", "video")
+    video_tokens: ClassVar[int | None] = None
     default_bounds: ClassVar[Mapping[str, Bounds]] = {"image": _BOUNDS, "video": _BOUNDS}
 
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:

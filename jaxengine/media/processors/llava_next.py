@@ -194,13 +194,11 @@ def on_canvas(pixels: Pixels, picture: np.ndarray, tall: int, wide: int) -> np.n
 
 
 class LlavaFramesProcessor(LlavaNextProcessor):
-    """LlavaNextProcessor of a model that also takes videos, unless a checkpoint has other settings for them than for
-    images.
-    """
+    """LlavaNextProcessor of a model that also takes videos, unless their frames are no squares of the tower."""
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         super().__init__(folder, config_json, model_config, tokenizer)
-        self.modalities = ("image", "video") if self.makes_videos_alike(Path(folder)) else ("image",)
+        self.modalities = ("image", "video") if self.reads_frames(Path(folder)) else ("image",)
 
     @property
     def embedded_ids(self) -> tuple[int, ...]:

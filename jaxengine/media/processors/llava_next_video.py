@@ -20,17 +20,20 @@ from jaxengine.models.config.fields import ModelConfigError
 
 class LlavaNextVideoProcessor(LlavaFramesProcessor):
     """Processor of LlavaNextVideoForConditionalGeneration. Frames are resized and cropped as the whole of an image is,
-    without black margins. A checkpoint with other settings of videos than of images takes no videos.
+    without black margins, by their own settings. If these make no squares of the tower's size, there are no videos.
     """
 
-    def makes_videos_alike(self, folder: Path) -> bool:
+    def reads_frames(self, folder: Path) -> bool:
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields, other = found.with_defaults(**self.defaults), copy(self)
         try:
             LlavaProcessor.read_settings(other, fields)
-            return (Pixels.read(fields), other.size, other.crops) == (self.pixels, self.size, self.crops)
+            pixels = Pixels.read(fields)
         except ModelConfigError:
             return False
+        self.set_frames(other, pixels)
+        self.settings += f" {other.size} {other.crops}"
+        return True
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is a unit.
@@ -42,7 +45,8 @@ class LlavaNextVideoProcessor(LlavaFramesProcessor):
             made = super().process(modality, value, options, most)
             return made._replace(columns=np.zeros((1, len(made.patches)), np.int32))
         frames = self.checked_frames(modality, value, options, most)
-        patches = self.with_ends(self._cut([LlavaProcessor.units(self, frame, {})[0][0] for frame in frames]))
+        units = [LlavaProcessor.units(self.of_frames, frame, {})[0][0] for frame in frames]
+        patches = self.with_ends(self.of_frames._cut(units))
         side = self.tower.frame_lines
         rows = np.full((len(frames), self.tower.unit), -1, np.int32)
         rows[:, : side * side] = np.arange(len(frames) * side * side, dtype=np.int32).reshape(len(frames), -1)

@@ -37,7 +37,9 @@ class LlavaOnevisionProcessor(LlavaFramesProcessor):
         if modality != "video":
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
-        patches = self.with_ends(self._cut([self.pixels.resized(frame, self.side, self.side) for frame in frames]))
+        patches = self.with_ends(
+            self.of_frames._cut([self.of_frames.pixels.resized(frame, self.side, self.side) for frame in frames])
+        )
         half = -(-self.tower.vit.grid // 2)
         blocks = [_between(self._canvas(number, 1, 1), half, half) for number in range(len(frames))]
         return self._item(patches, [*blocks, self._line_ends(1)], (len(frames), half, half))
@@ -105,7 +107,7 @@ class LlavaOnevisionProcessor(LlavaFramesProcessor):
 class OnevisionImagesProcessor(LlavaOnevisionProcessor):
     """Processor of RForConditionalGeneration and BeeForConditionalGeneration, which take images alone."""
 
-    def makes_videos_alike(self, folder: Path) -> bool:
+    def reads_frames(self, folder: Path) -> bool:
         """Return False: videos are not supported, whatever settings the folder has. folder: not used."""
         del folder
         return False

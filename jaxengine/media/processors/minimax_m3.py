@@ -32,6 +32,7 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
     """
 
     around_name: ClassVar[str | None] = None
+    video_tokens: ClassVar[int | None] = None
     default_bounds: ClassVar[Mapping[str, Bounds]] = {
         "image": Bounds(4 * 28 * 28, 451584),
         "video": Bounds(4 * 28 * 28, 768 * 28 * 28),

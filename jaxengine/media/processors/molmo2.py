@@ -222,14 +222,15 @@ class Molmo2Processor(CropsProcessor):
 
     def _read_videos(self, folder: Path) -> tuple[tuple[int, int] | None, float]:
         """Return video_pooling and max_fps. The former is None if the checkpoint has no settings of videos, or invalid
-        ones, or its frames' pixels are not transformed as those of images.
+        ones.
         """
         try:
             _, found = read_settings(folder, VIDEOS)
             fields = found.with_defaults(**self.defaults)
             pixels = Pixels.read(fields)
             _check_pixels(fields, pixels, self.side, self.patch)
-            pooling = self._read_pooling(fields, (3, 3)) if pixels == self.pixels else None
+            self.set_frames(copy(self), pixels)
+            pooling = self._read_pooling(fields, (3, 3))
             return pooling, float(fields.number("max_fps", 2))
         except (ModelConfigError, ModelFileError):
             return None, 0.0
@@ -257,7 +258,7 @@ class Molmo2Processor(CropsProcessor):
         """
         if modality == "video" and modality in self.modalities:
             frames = self.checked_frames(modality, value, options, most)
-            patches = self._cut([stretched(frame, self.side, self.side) for frame in frames])
+            patches = self.of_frames._cut([stretched(frame, self.side, self.side) for frame in frames])
             assert self.video_pooling is not None
             windows, size = _windows(self._patches(len(frames)), self.video_pooling)
             return self._pooled(patches, windows.reshape(-1, windows.shape[-1]), (len(frames), *size))._replace(

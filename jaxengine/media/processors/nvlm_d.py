@@ -29,7 +29,7 @@ class NvlmDProcessor(InternVLChatProcessor):
     needs_settings = False
     most_given = 1  # the texts of further tiles would be unknown
 
-    def makes_videos_alike(self, folder: Path) -> bool:
+    def reads_frames(self, folder: Path) -> bool:
         """Return False: videos are not supported. folder: not used."""
         del folder
         return False

@@ -39,6 +39,7 @@ class Ovis2_5Processor(TokenPositions):
         "temporal_patch_size": None,
         "merge_size": None,
     }
+    video_tokens: ClassVar[int | None] = None
     default_bounds: ClassVar[Mapping[str, Bounds]] = dict.fromkeys(_TEXTS, _BOUNDS)
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):

@@ -38,7 +38,10 @@ from jaxengine.scheduler.base.media import AUDIO
 
 # Assumed frame rate of a video without one: transformers' default.
 UNKNOWN_FPS = 24.0
-_OPTIONS = ("min_pixels", "max_pixels", "size")
+PIXEL_OPTIONS = ("min_pixels", "max_pixels")
+_OPTIONS = (*PIXEL_OPTIONS, "size")
+# A limit of a video's pixels is at least so many times the least ones of a frame.
+LEAST = 1.05
 
 
 class Bounds(NamedTuple):
@@ -50,10 +53,13 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Preprocessing settings of one modality, image or video: its pixel transform, and the bounds of its sizes."""
+    """Preprocessing settings of one modality, image or video: its pixel transform, the bounds of its sizes, and a limit
+    of a video's embeddings, by which frames are bounded too; None for no such limit.
+    """
 
     pixels: Pixels
     bounds: Bounds
+    video_tokens: int | None = None
 
 
 class Qwen2VLProcessor(GridProcessor):
@@ -67,6 +73,8 @@ class Qwen2VLProcessor(GridProcessor):
     modalities: tuple[str, ...] = ("image", "video")
     # Prefix of the config fields of tokens around a placeholder; None for a configuration without them.
     around_name: ClassVar[str | None] = "vision"
+    # transformers' default of max_video_tokens; None for a class without cap_pixels_per_frame.
+    video_tokens: ClassVar[int | None] = 128_000
     # transformers' defaults of missing settings, of those in which images differ from videos, and of the bounds of
     # images and frames.
     image_defaults: ClassVar[Mapping[str, Any]] = {}
@@ -119,10 +127,13 @@ class Qwen2VLProcessor(GridProcessor):
             patch_size=tower.patch_size,
             temporal_patch_size=tower.temporal_patch_size,
             merge_size=tower.spatial_merge_size,
-            # A bound of a whole video's pixels, which transformers has off by default.
-            cap_pixels_per_frame=False,
         )
-        return Sizes(Pixels.read(fields), _read_bounds(fields, self.default_bounds[modality]))
+        limit = None
+        if modality == "image" or self.video_tokens is None:
+            fields.require(cap_pixels_per_frame=False)
+        elif fields.boolean("cap_pixels_per_frame", False):
+            limit = fields.integer("max_video_tokens", self.video_tokens)
+        return Sizes(Pixels.read(fields), _read_bounds(fields, self.default_bounds[modality]), limit)
 
     def placeholder(self, modality: str) -> str:
         """Return the text of a placeholder between its start and end tokens. Needs the tokenizer."""
@@ -182,10 +193,10 @@ class Qwen2VLProcessor(GridProcessor):
         """Return (height, width) in pixels of an image or a video's frames after resizing, as by transformers'
         smart_resize: multiples of `factor` near the aspect ratio, with a number of pixels within bounds.
 
-        bounds: bounds of the pixels of an image or frame. modality, num_frames: only used by subclasses. Raises
-        RequestError if one side is more than MAX_ASPECT_RATIO times the other.
+        bounds: bounds of the pixels of an image or frame. Raises RequestError if one side is more than MAX_ASPECT_RATIO
+        times the other.
         """
-        del modality, num_frames
+        bounds = self.capped(modality, num_frames, bounds)
         check_ratio(height, width)
         factor = self.factor
         high, wide = round(height / factor) * factor, round(width / factor) * factor
@@ -214,11 +225,17 @@ class Qwen2VLProcessor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return (height, width) in pixels of the frames with the most patches. modality, num_frames: only used by
-        subclasses.
+        """Return (height, width) in pixels of the frames with the most patches."""
+        return self.widest(self.capped(modality, num_frames, bounds))
+
+    def capped(self, modality: str, num_frames: int, bounds: Bounds) -> Bounds:
+        """Return bounds of pixels of which none are above a frame's share of nine tenths of `video_tokens` embeddings,
+        or above 1.05 times the least ones if that is more; `bounds` without such a limit. num_frames: of the video.
         """
-        del modality, num_frames
-        return self.widest(bounds)
+        if (limit := self.sizes[modality].video_tokens) is None:
+            return bounds
+        total = int(limit * self.factor**2 * 0.9) * self.tower.temporal_patch_size
+        return Bounds(bounds.least, max(min(bounds.most, total // num_frames), int(bounds.least * LEAST)))
 
     def widest(self, bounds: Bounds, num_frames: int = 1) -> tuple[int, int]:
         """Return (height, width) in pixels of the frame with the most patches; of equal ones the squarest. The width is

@@ -11,8 +11,18 @@ import numpy as np
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor, grown, shrunk
+from jaxengine.media.processors.qwen2_vl import (
+    LEAST,
+    PIXEL_OPTIONS,
+    UNKNOWN_FPS,
+    Bounds,
+    Qwen2VLProcessor,
+    Sizes,
+    grown,
+    shrunk,
+)
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
 
@@ -21,6 +31,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     together.
     """
 
+    video_tokens: ClassVar[int | None] = 768
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     # Images have Qwen2-VL's class.
     image_defaults: ClassVar[Mapping[str, Any]] = {"image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD)}
@@ -28,6 +39,15 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         "image": Bounds(56 * 56, 28 * 28 * 1280),
         "video": Bounds(128 * 32 * 32, 32 * 32 * 768),
     }
+
+    def read_sizes(self, modality: str, found: ConfigFields) -> Sizes:
+        """Return a modality's settings from those that were found. As in transformers, the bounds of a video are those
+        in `size`, and min_pixels and max_pixels beside it are not read. Raises ModelConfigError for settings that are
+        invalid or do not fit the tower.
+        """
+        if modality == "video":
+            found = ConfigFields({name: value for name, value in found.raw.items() if name not in PIXEL_OPTIONS})
+        return super().read_sizes(modality, found)
 
     def seconds(self, video: Any) -> tuple[float, ...]:
         """Return the midpoint between the first and last frame of each temporal step of a frames.Video, in seconds, at
@@ -46,12 +66,23 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         """
         if modality == "image":
             return super().resized_size(modality, num_frames, height, width, bounds)
+        bounds = self.capped(modality, num_frames, bounds)
         return resized_frames(num_frames, height, width, bounds, self.factor, self.tower.temporal_patch_size)
+
+    def capped(self, modality: str, num_frames: int, bounds: Bounds) -> Bounds:
+        """Return bounds of the pixels of all frames, of which each has at most `video_tokens` embeddings; `bounds`
+        without such a limit.
+        """
+        if (limit := self.sizes[modality].video_tokens) is None:
+            return bounds
+        each = max(min(limit * self.factor**2, bounds.most // num_frames), int(bounds.least * LEAST))
+        return Bounds(bounds.least, each * num_frames)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels of the largest frames, of which each of a video's num_frames has an equal
         share of the bounds.
         """
+        bounds = self.capped(modality, num_frames, bounds)
         return self.widest(bounds, 1 if modality == "image" else num_frames)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:

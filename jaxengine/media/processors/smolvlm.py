@@ -6,6 +6,7 @@ The prompt states the number of frames, the duration of the video, and the time 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -42,8 +43,8 @@ class SmolVLMProcessor(Idefics3Processor):
     video_edge: int
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings. Videos are only taken if their settings are valid and preprocess frames like
-        images. Raises ModelConfigError or ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings. Videos are only taken if their settings are valid. Raises ModelConfigError or
+        ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         edge = self._read_videos(Path(folder))
@@ -52,9 +53,9 @@ class SmolVLMProcessor(Idefics3Processor):
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:
-        """Return video_edge from the settings of videos in the checkpoint's folder.
+        """Read the settings of videos in the checkpoint's folder, set `of_frames`, and return video_edge.
 
-        None if they are invalid, or frames are preprocessed differently from images: such videos are not supported.
+        None if they are invalid, or frames are no squares of the tower: such videos are not supported.
         Raises ModelFileError if the folder has no settings.
         """
         _, found = read_settings(folder, VIDEOS, IMAGES)
@@ -65,9 +66,9 @@ class SmolVLMProcessor(Idefics3Processor):
         try:
             if size is not None:
                 fields = ConfigFields({**fields.raw, "size": size})
-            same = Pixels.read(fields) == self.pixels
+            self.set_frames(copy(self), Pixels.read(fields))
             square = read_size(fields, "max_image_size", ("longest_edge",))["longest_edge"] == self.side
-            return read_size(fields, "size", ("longest_edge",))["longest_edge"] if same and square else None
+            return read_size(fields, "size", ("longest_edge",))["longest_edge"] if square else None
         except ModelConfigError:
             return None
 
@@ -90,9 +91,9 @@ class SmolVLMProcessor(Idefics3Processor):
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
         size = with_longest_edge(frames.shape[1], frames.shape[2], self.edge(options, self.video_edge))
-        resize = self.pixels.resized
+        resize = self.of_frames.pixels.resized
         units = [resize(resize(frame, *size), self.side, self.side) for frame in frames]
-        return self._processed(self._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
+        return self._processed(self.of_frames._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -79,6 +80,8 @@ class UnitProcessor:
     # transformers' defaults of missing settings, and of missing fields of config.json.
     defaults: Mapping[str, Any] = {}
     config_defaults: Mapping[str, Any] = {}
+    # Copy of the processor with the pixel transform of videos' frames, of families that take videos.
+    of_frames: Any = None
     # Where settings are, as read_settings takes them, and whether the checkpoint must have some.
     places: tuple[tuple[str, str], ...] = (IMAGES,)
     needs_settings = True
@@ -119,19 +122,25 @@ class UnitProcessor:
         for invalid ones.
         """
 
-    def makes_videos_alike(self, folder: Path) -> bool:
-        """Return whether the checkpoint preprocesses video frames in the same way as images; other videos are not
-        supported.
+    def reads_frames(self, folder: Path) -> bool:
+        """Read the settings of videos, set `of_frames`, and return True; return False for settings that are invalid, or
+        with which a frame is no square of the tower: such videos are not supported.
 
         folder: folder of the checkpoint. Raises ModelFileError for a missing or invalid file.
         """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
         try:
-            size = read_size(fields, "size", ("height", "width"))
-            return Pixels.read(fields) == self.pixels and set(size.values()) == {self.side}
+            size, pixels = read_size(fields, "size", ("height", "width")), Pixels.read(fields)
         except ModelConfigError:
             return False
+        self.set_frames(copy(self), pixels)
+        return set(size.values()) == {self.side}
+
+    def set_frames(self, of_frames: Self, pixels: Pixels) -> None:
+        """Set `of_frames`, a copy of this processor with the settings of frames, and its pixel transform."""
+        of_frames.pixels = pixels
+        self.of_frames, self.settings = of_frames, f"{self.settings} {pixels!r}"
 
     @abstractmethod
     def placeholder_id(self) -> int:
@@ -340,8 +349,8 @@ class FrameUnits(UnitProcessor):
         if modality == "image":
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
-        units = [self.pixels.resized(frame, self.side, self.side) for frame in frames]
-        return self._processed(self._cut(units), 1, len(units))
+        units = [self.of_frames.pixels.resized(frame, self.side, self.side) for frame in frames]
+        return self._processed(self.of_frames._cut(units), 1, len(units))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the image with the most units, or one of `size`, (height, width) in pixels; for "video" a video of

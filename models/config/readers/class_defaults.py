@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, dict[int, tuple[str, ...]]] = {
         20: ("helium",),
         32: ("dots1", "exaone4", "exaone_moe", "qwen2", "qwen3", "qwen3_vl_text", "stablelm"),
     },
-    "sliding_window": {4096: ("ministral", "mistral", "qwen3", *_QWEN2)},
+    "sliding_window": {4096: ("ministral", "mistral", "qwen3", *_QWEN2), 32768: ("qwen2_5_omni_text",)},
 }
 
 

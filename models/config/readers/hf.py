@@ -201,7 +201,6 @@ class Activation(NamedTuple):
     values: tuple[str, ...]
 
 
-GELU_TANH = Activation("hidden_act", ("gelu_pytorch_tanh",))
 SILU = Activation("hidden_act", ("silu", "swish"))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,10 @@ from jax import lax
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
 
+# Names of what most gated MLPs have, and Gemma's.
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+# Those with which kernels of experts are known to compile; others are computed from memory.
+FUSED = (SILU, GELU_TANH)
 # Mean and deviation of `laplace`.
 _LAPLACE = 0.707107, 0.282095
 
@@ -65,6 +70,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "laplace": laplace,
     "linear": linear,
 }
+
+
+@cache
+def gated_by(name: str) -> Callable[..., jax.Array]:
+    """Return the function activation(gate) * up of gate and up (Shazeer 2020, arXiv:2002.05202) for a name of
+    ACTIVATIONS; the same object at every call, so that layers share a trace.
+    """
+    activation = ACTIVATIONS[name]
+    return lambda gate, up: activation(gate) * up
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str = "gelu") -> str:

@@ -107,12 +107,13 @@ class ClampedSwish:
 
 
 @dataclass(frozen=True)
-class SparseGelu:
-    """Activation gelu_tanh(max(x - c, 0)), where c is the mean of a token's gates plus `deviations` times their
-    standard deviation. Objects with equal numbers are equal, so that layers share a trace.
+class SparseGate:
+    """Activation activation(max(x - c, 0)), where c is the mean of a token's gates plus `deviations` times their
+    standard deviation. Objects with equal fields are equal, so that layers share a trace.
     """
 
     deviations: float
+    activation: Callable[[jax.Array], jax.Array]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the activation of gates x f32[T, F], or of a device's part of them; mean and deviation are over all
@@ -121,7 +122,7 @@ class SparseGelu:
         count = x.shape[-1] * num_shards("ffn")
         mean = sum_parts(jnp.sum(x, axis=-1, keepdims=True), "ffn") / count
         variance = sum_parts(jnp.sum(jnp.square(x - mean), axis=-1, keepdims=True), "ffn") / count
-        return gelu_tanh(jax.nn.relu(x - (mean + jnp.sqrt(variance) * self.deviations)))
+        return self.activation(jax.nn.relu(x - (mean + jnp.sqrt(variance) * self.deviations)))
 
 
 class MLP(nnx.Module):

@@ -23,6 +23,7 @@ from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, FUSED, gated_by
 from jaxengine.models.layers.base.linear import with_adapters
 from jaxengine.models.layers.base.lora import LoraPools
 from jaxengine.models.layers.base.mlp import GatedMLP
@@ -94,11 +95,6 @@ class GivenExperts(Given):
     """Experts i32[T, k] to use in place of the router's choice. A negative entry keeps the router's choice."""
 
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
-    return jax.nn.silu(gate) * up
-
-
 class MixtureOfExperts(nnx.Module):
     """Mixture of experts: sum over a token's k experts e of weight_e * down_e(activation(gate_e(x), up_e(x))), plus a
     shared MLP if any.
@@ -109,7 +105,8 @@ class MixtureOfExperts(nnx.Module):
     need (`mesh.sends_rows`).
 
     Args:
-      activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate.
+      activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate. None
+        for that of `config.activation`, which the shared MLP has, too, and biases if `config.mlp_bias` is true.
       router_dtype: dtype of the router's weights and product, by default the model's.
       router_size: number of elements of the router's input, by default the hidden size.
       shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
@@ -130,7 +127,7 @@ class MixtureOfExperts(nnx.Module):
         source: str,
         build: Build,
         names: ExpertNames = MLP_NAMES,
-        activation: Callable[..., jax.Array] = swiglu,
+        activation: Callable[..., jax.Array] | None = None,
         router_dtype: Any = None,
         router_size: int | None = None,
         shared: Mapping[str, Any] = NO_MODULES,
@@ -139,7 +136,9 @@ class MixtureOfExperts(nnx.Module):
             raise ModelConfigError(f"experts must be set for {config.architecture}, got None")
         self.experts = experts = config.experts
         size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
-        self.activation, self.is_gated = activation, bool(names.gate)
+        self.activation, self.is_gated = activation or gated_by(config.activation), bool(names.gate)
+        self.fuses = bool(activation) or config.activation in FUSED
+        own = {} if activation else {"activation": ACTIVATIONS[config.activation], "bias": config.mlp_bias}
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
@@ -178,7 +177,7 @@ class MixtureOfExperts(nnx.Module):
         )
         beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
-        self.shared = GatedMLP(size, ffn, source=beside, build=build, **shared) if ffn else None
+        self.shared = GatedMLP(size, ffn, source=beside, build=build, **{**own, **shared}) if ffn else None
         self.shared_gate = plain.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
         self.shared_gate_lora = plain_pools(gate[0], dtype) if experts.shared_gate else None
 
@@ -382,11 +381,12 @@ class MixtureOfExperts(nnx.Module):
                 if self.gate_up_lora is not None and adapters is not None:
                     inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
                 inner = self.activation(inner).astype(rows.dtype)
-            elif self.gate_up_lora is None or adapters is None:
+            elif self.fuses and (self.gate_up_lora is None or adapters is None):
                 inner = self.gate_up.gated_matmul(rows, sizes, bias, self.activation, rows.dtype)
             else:
                 inner = self.gate_up.grouped_matmul(rows, sizes, None, rows.dtype)
-                inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
+                if self.gate_up_lora is not None and adapters is not None:
+                    inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
                 inner = activated(inner, sizes, bias, self.activation, rows.dtype)
         with jax.named_scope("down"):
             bias = None if self.down_bias is None else self.down_bias[...]

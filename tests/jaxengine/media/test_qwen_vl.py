@@ -22,6 +22,7 @@ from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
 from tests.models.families.pictures import video
+from tests.tables import each_row
 
 NAMES = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision")
 START, END, IMAGE, VIDEO = 259, 260, 261, 262
@@ -238,6 +239,44 @@ def test_settings_of_both_transformers_are_read(folders, tmp_path):
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelFileError, match=r"has no preprocessor_config\.json"):
         opened(folder)
+
+
+@each_row(
+    ("name", "limit", "bounds", "shape", "grid"),
+    [
+        ("qwen2_5_vl_vision", 3, (64, 4096), (2, 50, 90), (1, 2, 4)),
+        ("qwen2_5_vl_vision", 20, (64, 2000), (7, 30, 44), (4, 2, 4)),
+        ("qwen2_5_vl_vision", 5, (640, 2000), (4, 16, 24), (2, 6, 8)),
+        ("qwen2_5_vl_vision", 40, (64, 16384), (2, 50, 90), (1, 8, 16)),
+        ("qwen3_vl_vision", 3, (64, 4096), (4, 16, 24), (2, 2, 4)),
+        ("qwen3_vl_vision", 20, (64, 2000), (2, 50, 90), (1, 4, 10)),
+        ("qwen3_vl_vision", 5, (640, 2000), (7, 30, 44), (4, 4, 6)),
+        ("qwen3_vl_vision", 40, (64, 16384), (7, 30, 44), (4, 8, 12)),
+    ],
+)
+def test_frames_share_the_pixels_of_a_video(tmp_path_factory, name, limit, bounds, shape, grid):
+    """With cap_pixels_per_frame; grids are those of transformers' processors of videos."""
+    folder = whole_checkpoint(name, tmp_path_factory.mktemp(name))
+    path = folder / "processor_config.json"
+    settings = json.loads(path.read_text())
+    settings["video_processor"] |= {"size": dict(zip(("shortest_edge", "longest_edge"), bounds, strict=True))}
+    settings["video_processor"] |= {"cap_pixels_per_frame": True, "max_video_tokens": limit}
+    path.write_text(json.dumps(settings))
+    processor, (count, height, width) = opened(folder), shape
+    made = processor.process("video", video(1, count, height, width), {})
+    assert made.grid == grid and processor.largest("video", None, count).num_rows >= made.num_rows
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl_vision", "qwen3_vl_vision", "glm4v_vision", "lfm3_vl_vision"])
+def test_bounds_of_videos_are_those_that_the_class_in_transformers_reads(tmp_path, name):
+    """Only that of Qwen2-VL reads min_pixels and max_pixels beside `size`."""
+    folder = whole_checkpoint(name, tmp_path)
+    before, whole = opened(folder).sizes["video"].bounds, folder / "processor_config.json"
+    path = whole if whole.exists() else folder / "video_preprocessor_config.json"
+    found = json.loads(path.read_text())
+    found.get("video_processor", found).update({"min_pixels": 2000, "max_pixels": 2500})
+    path.write_text(json.dumps(found))
+    assert opened(folder).sizes["video"].bounds == ((2000, 2500) if name == "qwen2_5_vl_vision" else before)
 
 
 @pytest.mark.parametrize(

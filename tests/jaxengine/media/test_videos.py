@@ -1,9 +1,11 @@
-"""Videos: which frames are taken and when they are shown, from animations and from Python; what is refused."""
+"""Videos: which frames are taken and when they are shown, from animations and from Python; what is refused;
+settings of frames that are not those of pictures."""
 
 from __future__ import annotations
 
 import builtins
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from jaxengine.media.base.frames import Video, sample_frames
 from jaxengine.media.decoding.bounds import PixelBudget, TimedFile
 from jaxengine.media.decoding.videos import read_video
 from jaxengine.requests.media.inputs import digest_of
+from tests.fixtures.unit_pictures import picture
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, saved
+from tests.jaxengine.media.test_unit_processors import processor
 from tests.tables import each_row
 
 OPTIONS = MediaOptions()
@@ -210,3 +214,21 @@ def test_a_container(form, codec):
         read(data[:400])
     with pytest.raises(MediaError, match="64 x 48 pixels; allowed"):
         read(data, MediaOptions(max_image_pixels=3000))
+
+
+@pytest.mark.parametrize("name", ["internvl", "llava_onevision", "llava_next_video", "perception_lm", "smolvlm"])
+def test_frames_have_the_settings_of_videos(tmp_path, name):
+    """Where they are not those of pictures. A checkpoint whose frames are no squares of the tower takes no videos."""
+    name = f"{name}_vision"
+    own, frames = {"image_std": [0.4] * 3, "image_mean": [0.3] * 3}, np.stack([picture(0)] * 2)
+    alike, made = processor(tmp_path, name, **own), processor(tmp_path, name)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    path = tmp_path / "video_preprocessor_config.json"
+    path.write_text(json.dumps(settings | own))
+    apart = processor(tmp_path, name)
+    assert np.array_equal(apart.process("video", frames, {}).patches, alike.process("video", frames, {}).patches)
+    assert np.array_equal(apart.process("image", picture(0), {}).patches, made.process("image", picture(0), {}).patches)
+    assert apart.settings not in (alike.settings, made.settings)
+    size = "max_image_size" if name.startswith("smolvlm") else "size"
+    path.write_text(json.dumps(settings | {size: {"longest_edge": 12}, "crop_size": 12}))
+    assert processor(tmp_path, name).modalities == ("image",)

@@ -13,7 +13,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.rope import RopeScaling
-from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.activations import gated_by
+from jaxengine.models.layers.base.mlp import MLP, GatedMLP
+from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.registry import build_model, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
@@ -124,13 +126,32 @@ def test_heads_and_gates_of_recurrent_gemma_are_those_of_the_file():
     assert (third.head_dim, third.rope.rotary_dim) == (12, 6) and first.state.activation == "silu"
 
 
-@each_row("name", ["llama", "decilm", "mllama_text", "phi3", "glm"])
-def test_gated_mlps_have_the_activation_of_the_file(name):
-    """Each family that makes MLPs by itself; those of others are Llama's."""
-    config = read_hf(recorded(name, hidden_act="relu"))
+@each_row(
+    ("name", "field"),
+    [
+        *((name, "hidden_act") for name in ("llama", "decilm", "mllama_text", "phi3", "glm", "gemma", "nemotron")),
+        *((name, "hidden_act") for name in ("starcoder2", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe")),
+        *(
+            (name, "hidden_act")
+            for name in ("dots1", "minimax_m2", "hunyuan_moe", "ernie4_5_moe", "glm4_moe", "llama4")
+        ),
+        *((name, "hidden_act") for name in ("deepseek_v2", "deepseek_v3", "cohere2_moe", "beam", "laguna", "phimoe")),
+        *((name, "hidden_act") for name in ("minicpm3", "longcat_flash", "ernie4_5_vl_vision")),
+        ("jetmoe", "activation_function"),
+        ("nemotron_h", "mlp_hidden_act"),
+        ("muse_spark", "hidden_act"),
+        *((name, "hidden_activation") for name in ("gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe")),
+    ],
+)
+def test_mlps_and_experts_have_the_activation_of_the_file(name, field):
+    """Each family that makes them by itself; those of others are Llama's."""
+    raw, own = recorded(name), {field: "relu"}
+    config = read_hf({**raw, **({"text_config": raw["text_config"] | own} if "text_config" in raw else own)})
     made = nnx.eval_shape(lambda: build_model(config, Build("float32")))
-    found = [node.activation for _, node in nnx.iter_graph(made) if isinstance(node, GatedMLP)]
-    assert found and set(found) == {jax.nn.relu} and config.activation == "relu"
+    nodes = [node for _, node in nnx.iter_graph(made) if isinstance(node, (GatedMLP, MLP, MixtureOfExperts))]
+    found = {getattr(node.activation, "activation", node.activation) for node in nodes}
+    assert found and found <= {jax.nn.relu, gated_by("relu")}
+    assert not any(node.fuses for node in nodes if isinstance(node, MixtureOfExperts) and node.is_gated)
 
 
 @each_row("name", ["mistral4", "youtu"])
@@ -205,8 +226,6 @@ def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
     for field, value in (("norm_topk_prob", False), ("n_group", 2)):
         with pytest.raises(ModelConfigError, match=f"^{field} must be "):
             read_hf(recorded(name, **{field: value}))
-    with pytest.raises(ModelConfigError, match="^mlp_bias must be false"):  # of a shared MLP, too
-        read_hf(recorded("hy_v3", mlp_bias=True))
 
 
 @each_row("name", ["glm_moe_dsa", "qwen3_next_long", "minicpmv4_6_vision"])
@@ -261,12 +280,16 @@ def test_an_mscale_of_zero_is_none():
     assert rope and read_hf(raw | {"rope_parameters": of_all}) == read_hf(raw | {"rope_parameters": without})
 
 
-@each_row(
-    "name",
-    ["cohere2_moe", "mistral4", "laguna", "afmoe", "flint", "step3p5", "beam", "flex_olmo", "bailing_moe", "phimoe"],
-)
-def test_experts_of_rows_have_one_activation(name):
-    with pytest.raises(ModelConfigError, match="hidden_act must be 'silu' for a model with experts, got 'gelu'"):
+@each_row("name", ["deepseek_v2", "hy_v3", "aria_text"])
+def test_biases_of_mlps_are_those_of_shared_ones_too(name):
+    made = nnx.eval_shape(lambda: build_model(read_hf(recorded(name, mlp_bias=True)), Build("float32")))
+    found = [node.shared for _, node in nnx.iter_graph(made) if isinstance(node, MixtureOfExperts)]
+    assert found and all(each.gate_up.bias is not None and each.down.bias is not None for each in found)
+
+
+@each_row(("name", "message"), [("step3p5", "'silu' for experts with limits"), ("hy_v4", "'silu' or 'swish'")])
+def test_what_is_clamped_has_one_activation(name, message):
+    with pytest.raises(ModelConfigError, match=f"hidden_act must be {message}, got 'gelu'"):
         read_hf(recorded(name, hidden_act="gelu"))
 
 
@@ -313,6 +336,17 @@ def test_windows_that_are_listed_and_switched_off_are_refused(name):
     kinds = ["sliding_attention"] * raw["num_hidden_layers"]
     with pytest.raises(ModelConfigError, match="layer_types must be without sliding_attention where"):
         read_hf(raw | {"layer_types": kinds, "use_sliding_window": False})
+
+
+@each_row("name", ["qwen2_untied", "qwen3", "smollm3_untied"])
+def test_a_window_that_is_null_is_none(name):
+    windowed = recorded(name, use_sliding_window=True, sliding_window=None)
+    assert read_hf(windowed) == read_hf(recorded(name, use_sliding_window=False))
+    assert read_hf(windowed | {"layer_types": None}) == read_hf(windowed)
+    if name != "smollm3_untied":
+        kinds = ["sliding_attention"] * windowed["num_hidden_layers"]
+        with pytest.raises(ModelConfigError, match="layer_types must be without sliding_attention where sliding_win"):
+            read_hf(windowed | {"layer_types": kinds})
 
 
 @each_row("name", ["cwm", "gpt_oss", "ministral3", "mistral4"])

@@ -127,7 +127,7 @@ def test_heads_of_jetmoe_follow_from_its_experts():
         ("nanbeige", {"enable_mhc": True}, "enable_mhc must be false or absent"),
         ("nanbeige", {"emb_neighbor_num": 3}, "emb_neighbor_num must be absent"),
         ("nanbeige", {"loop_loss_weights": 0.3}, "loop_loss_weights must be a list of numbers"),
-        ("jetmoe", {"activation_function": "gelu"}, "activation_function must be 'silu' or 'swish'"),
+        ("jetmoe", {"activation_function": "selu"}, "activation_function must be 'silu' or 'gelu'"),
     ],
 )
 def test_what_is_not_served_is_refused(name, changes, said):

@@ -64,13 +64,13 @@ def test_kinds_of_layers():
 @each_row(
     ("name", "changes", "said"),
     [
-        ("muse_glimmer_vision", {"hidden_activation": "gelu"}, "hidden_activation must be 'silu' or 'swish'"),
+        ("muse_glimmer_vision", {"hidden_activation": "selu"}, "hidden_activation must be 'silu' or 'gelu'"),
         ("muse_glimmer_vision", {"layer_rope_theta": [1.0] * 5}, "layer_rope_theta must be a list of 5 of 0, 10000.0"),
         ("muse_glimmer_vision", {"layer_rope_theta": [0]}, "layer_rope_theta must be a list of 5 of 0, 10000.0"),
         ("muse_glimmer_vision", {"layer_types": ["full_attention"]}, "layer_types must be a list of 5 of"),
         ("muse_glimmer_vision", {"post_norm_eps": -1.0}, "post_norm_eps must be a finite number > 0"),
         ("muse_glimmer_vision", {"qk_scale_factor": 0}, "qk_scale_factor must be a finite number > 0"),
-        ("muse_spark", {"hidden_act": "gelu"}, "hidden_act must be 'silu' or 'swish'"),
+        ("muse_spark", {"hidden_act": "selu"}, "hidden_act must be 'silu' or 'gelu'"),
         ("muse_spark", {"num_shared_experts": 1}, "num_shared_experts must be 0 or absent"),
         ("muse_spark", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 5 of dense, sparse"),
         ("muse_spark", {"residual_gate_temperature": 0.0}, "residual_gate_temperature must be a finite number > 0"),

@@ -265,7 +265,7 @@ def changed(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (changed(GEMMA, hidden_activation="gelu"), 'hidden_activation must be "gelu_pytorch_tanh" or absent'),
         (changed(EXAONE4, layer_types=None), "sliding_window_pattern must be an integer"),
         (changed(STARCODER2, norm_type="rms_norm"), 'norm_type must be "layer_norm" or absent'),
-        (changed(NEMOTRON, hidden_act="silu"), "hidden_act must be 'relu2', got 'silu'"),
+        (changed(NEMOTRON, hidden_act="selu"), "hidden_act must be 'relu2' or 'gelu'"),
         (changed(APERTUS, post_norm=True), "post_norm must be false or absent, got True"),
         (changed(APERTUS, qk_norm=False), "qk_norm must be true or absent, got False"),
         (changed(GEMMA3_VISION, quantization_config={"quant_method": "gptq"}), "quantization_config: bits must be"),
