@@ -51,9 +51,7 @@ def dummy_params(
         # Weights that differ only in their names share one compilation.
         nameless = tuple(source._replace(name="") for source in param.decl.sources)
         decl, parts = replace(param.decl, sources=nameless), num_parts(param, mesh)
-        fill = (_by_numpy if _is_small(param, mesh) else _filler)(
-            param.shape, jnp.dtype(param.dtype), decl, parts, mesh
-        )
+        fill = (_by_numpy if _is_small(param) else _filler)(param.shape, jnp.dtype(param.dtype), decl, parts, mesh)
         made.append((param.path, param.variable.replace(fill(_tensor_keys(param, seed)))))
         done += param.num_bytes
         if progress is not None:
@@ -68,11 +66,9 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
     return np.array([[zlib.crc32(name.encode()) for name in row] for row in names], np.uint32)
 
 
-def _is_small(param: DeclaredParam, mesh: Mesh | None) -> bool:
-    """Whether NumPy computes a weight: it is small, of a type of _BY_NUMPY, and this process has all of its devices."""
-    if math.prod(param.shape) > _MOST_BY_NUMPY or jnp.dtype(param.dtype) not in _BY_NUMPY:
-        return False
-    return mesh is None or named_sharding(mesh, param.decl.axes).is_fully_addressable
+def _is_small(param: DeclaredParam) -> bool:
+    """Whether NumPy computes a weight: it is small, and of a type of _BY_NUMPY."""
+    return math.prod(param.shape) <= _MOST_BY_NUMPY and jnp.dtype(param.dtype) in _BY_NUMPY
 
 
 def _by_numpy(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
@@ -83,7 +79,10 @@ def _by_numpy(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[
 
     def fill(keys: np.ndarray) -> jax.Array:
         made = [_filled(np, keys, here, shape=shape, dtype=dtype, decl=decl, parts=split) for here in wholes]
-        return put(np.concatenate(made, axis), decl, None if mesh is None else named_sharding(mesh, decl.axes))
+        whole = np.concatenate(made, axis)
+        if mesh is None or (sharding := named_sharding(mesh, decl.axes)).is_fully_addressable:
+            return put(whole, decl, None if mesh is None else sharding)
+        return jax.make_array_from_callback(shape, format_of(decl, sharding), whole.__getitem__)
 
     return fill
 
