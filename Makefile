@@ -41,6 +41,9 @@ SBOM   := $(VENV)/sbom
 LOCKER := $(VENV)/lock
 DOCS   := $(VENV)/docs
 DOCS_STAMP := $(DOCS)/.installed-$(VERSION)
+# .ci/run installs by uv, which needs no pip there: DOCS_VENV=--without-pip.
+DOCS_VENV    :=
+DOCS_INSTALL := $(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
 UV     := uv==0.13.9
 COMPILE := $(LOCKER)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
@@ -158,8 +161,8 @@ $(DEV): pyproject.toml Makefile | check-python
 endif
 
 $(DOCS_STAMP): locks/docs.in | check-python
-	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -r locks/docs.in
+	$(PYTHON) -m venv --clear $(DOCS_VENV) $(DOCS)
+	$(DOCS_INSTALL) -r locks/docs.in
 	@touch $@
 
 # --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).

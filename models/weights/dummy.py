@@ -2,13 +2,15 @@
 
 A value follows by integer arithmetic from the seed, the name of a checkpoint tensor and the index in it. It is
 therefore the same on every mesh and every platform, as if the tensors had been written to a checkpoint once and loaded.
-Each device computes its own part. The scale keeps activations and logits near 1.
+Each device computes its own part of a large weight; small ones are computed by NumPy, in less time than a program for
+them is compiled. The scale keeps activations and logits near 1.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -23,10 +25,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import DeclaredParam, ParamDecl, declared_params
 from jaxengine.models.weights.load import Progress
-from jaxengine.models.weights.views.parts import column_axis, format_of, num_parts, source_row, tensor_name
+from jaxengine.models.weights.views.parts import column_axis, format_of, num_parts, put, source_row, tensor_name
 from jaxengine.sharding.layout import RULES
 from jaxengine.sharding.rules import named_sharding
 
+# Largest number of elements of a weight that NumPy computes: that takes some 30 ms.
+_MOST_BY_NUMPY = 1 << 21
+# Types to which NumPy and every compiler convert float32 alike.
+_BY_NUMPY = frozenset(map(np.dtype, (np.float32, np.float16, jnp.bfloat16, np.uint8)))
 _BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments of the sum of four random bytes
 
 
@@ -44,8 +50,8 @@ def dummy_params(
     for param in params:
         # Weights that differ only in their names share one compilation.
         nameless = tuple(source._replace(name="") for source in param.decl.sources)
-        decl = replace(param.decl, sources=nameless)
-        fill = _filler(param.shape, jnp.dtype(param.dtype), decl, num_parts(param, mesh), mesh)
+        decl, parts = replace(param.decl, sources=nameless), num_parts(param, mesh)
+        fill = (_by_numpy if _is_small(param) else _filler)(param.shape, jnp.dtype(param.dtype), decl, parts, mesh)
         made.append((param.path, param.variable.replace(fill(_tensor_keys(param, seed)))))
         done += param.num_bytes
         if progress is not None:
@@ -58,6 +64,27 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
     experts = range(param.decl.num_experts or 1)
     names = [[f"{seed}/{tensor_name(source, expert)}" for source in param.decl.sources] for expert in experts]
     return np.array([[zlib.crc32(name.encode()) for name in row] for row in names], np.uint32)
+
+
+def _is_small(param: DeclaredParam) -> bool:
+    """Whether NumPy computes a weight: it is small, and of a type of _BY_NUMPY."""
+    return math.prod(param.shape) <= _MOST_BY_NUMPY and jnp.dtype(param.dtype) in _BY_NUMPY
+
+
+def _by_numpy(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
+    """Return a function as that of `_filler`, which has the same arguments, that computes the weight on the host."""
+    axis = decl.joined_axis
+    split = tuple(count if at == axis else 1 for at, count in enumerate(parts))
+    wholes = [tuple(part if at == axis else 0 for at in range(len(shape))) for part in range(parts[axis])]
+
+    def fill(keys: np.ndarray) -> jax.Array:
+        made = [_filled(np, keys, here, shape=shape, dtype=dtype, decl=decl, parts=split) for here in wholes]
+        whole = np.concatenate(made, axis)
+        if mesh is None or (sharding := named_sharding(mesh, decl.axes)).is_fully_addressable:
+            return put(whole, decl, None if mesh is None else sharding)
+        return jax.make_array_from_callback(shape, format_of(decl, sharding), whole.__getitem__)
+
+    return fill
 
 
 @cache
@@ -74,47 +101,65 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
 
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
-    """Return this device's part of a weight, computed from `_tensor_keys`, u32[experts, sources], in its shape [shape /
-    parts]: the numbers of `_drawn`, random bytes for uint8, and zeros for padding.
-
-    parts: number of parts of each axis, over the mesh of the enclosing shard_map.
+    """Return this device's part of a weight, over the mesh of the enclosing shard_map; the arguments are those of
+    `_filled`.
     """
     here = [lax.axis_index(RULES[str(name)]) if count > 1 else 0 for name, count in zip(decl.axes, parts, strict=True)]
-    sizes = [size // count for size, count in zip(shape, parts, strict=True)]
     if decl.num_experts is not None:
-        keys = lax.dynamic_slice_in_dim(keys, here[0] * sizes[0], sizes[0])
+        size = shape[0] // parts[0]
+        keys = lax.dynamic_slice_in_dim(keys, here[0] * size, size)
+    return _filled(jnp, keys, here, shape=shape, dtype=dtype, decl=decl, parts=parts)
+
+
+def _filled(
+    xp: Any,
+    keys: Any,
+    here: Sequence[Any],
+    *,
+    shape: tuple[int, ...],
+    dtype: Any,
+    decl: ParamDecl,
+    parts: tuple[int, ...],
+) -> Any:
+    """Return a part of a weight in its shape [shape / parts], computed from `_tensor_keys`, u32[experts, sources]: the
+    numbers of `_drawn`, random bytes for uint8, and zeros for padding.
+
+    xp: numpy or jax.numpy. keys: those of the part's experts. here: number of the part on each axis. parts: number of
+    parts of each axis.
+    """
+    sizes = [size // count for size, count in zip(shape, parts, strict=True)]
     joined, axis = decl.joined_axis, column_axis(decl)
-    columns = jnp.zeros(1, jnp.uint32) if axis is None else _numbers(here[axis], sizes[axis])
+    columns = xp.zeros(1, xp.uint32) if axis is None else _numbers(xp, here[axis], sizes[axis])
     blocks = []
     for number, source in enumerate(decl.sources):
-        contributed = _numbers(here[joined], source.num_contributed // parts[joined])
+        contributed = _numbers(xp, here[joined], source.num_contributed // parts[joined])
         rows = _mixed(keys[:, number, None] ^ _mixed(source_row(source, contributed)))
         # Like a checkpoint's tensor, [experts, rows, columns].
         bits = _mixed(rows[:, :, None] ^ _mixed(columns))
-        drawn = (bits & 0xFF) if dtype == jnp.uint8 else _drawn(bits, decl)
+        drawn = (bits & 0xFF) if dtype == xp.uint8 else _drawn(xp, bits, decl)
         padding = contributed >= source.rows * source.repeat
-        blocks.append(jnp.where(padding[:, None], 0, drawn).astype(dtype))
-    weight = jnp.concatenate(blocks, axis=1)
+        blocks.append(xp.where(padding[:, None], 0, drawn).astype(dtype))
+    weight = xp.concatenate(blocks, axis=1)
     return (weight.swapaxes(1, 2) if decl.transposed else weight).reshape(sizes)
 
 
-def _numbers(part: Any, size: int) -> jax.Array:
+def _numbers(xp: Any, part: Any, size: int) -> Any:
     """Return the indices u32[size] of the elements of part number `part`, whose parts have `size` elements each."""
-    return jnp.uint32(part) * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32)
+    return xp.uint32(part) * xp.uint32(size) + xp.arange(size, dtype=xp.uint32)
 
 
-def _drawn(bits: jax.Array, decl: ParamDecl) -> jax.Array:
+def _drawn(xp: Any, bits: Any, decl: ParamDecl) -> Any:
     """Return f32[...] for random bits u32[...]: the constant init_value if init_std is None, otherwise nearly normal
     numbers with that deviation. A sum of four random bytes is the same on every platform.
     """
     if (std := decl.init_std) is None:
-        return jnp.full(bits.shape, decl.init_value, jnp.float32)
+        return xp.full(bits.shape, decl.init_value, xp.float32)
     total = (bits & 0xFF) + (bits >> 8 & 0xFF) + (bits >> 16 & 0xFF) + (bits >> 24)
-    return (total.astype(jnp.float32) - _BYTES_MEAN) * jnp.float32(std / _BYTES_STD)
+    return (total.astype(xp.float32) - _BYTES_MEAN) * xp.float32(std / _BYTES_STD)
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _mixed(x: Any) -> Any:
     """Return a hash of each of 32-bit numbers x (the finaliser of MurmurHash3, Appleby 2011)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

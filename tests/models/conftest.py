@@ -117,7 +117,8 @@ class PagedRun:
         sections |= {} if places is None else {"mrope_positions": places}
         batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), sections))
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
-        return {name: np.asarray(logits[cu[row] : cu[row + 1], : self.num_logits]) for row, name in enumerate(work)}
+        found = np.asarray(logits)  # first, as jax compiles a program for the bounds of each slice
+        return {name: found[cu[row] : cu[row + 1], : self.num_logits] for row, name in enumerate(work)}
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)

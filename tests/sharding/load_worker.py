@@ -11,6 +11,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.params.declare import DeclaredParam, Source, declared_params
 from jaxengine.models.registry import build_model
+from jaxengine.models.weights import dummy
 from jaxengine.models.weights.dummy import dummy_params
 from jaxengine.models.weights.formats.orbax import load_checkpoint, load_scales, save_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -169,7 +171,9 @@ def load_into_meshes(folder: Path, *, thorough: bool) -> None:
         assert (split > 0) == (layout.size > 1)
         if case in DUMMY_CASES or (thorough and case in MORE_DUMMY_CASES):
             plain = tensors_of(config, dummy_params(build_model(config, Build(jnp.float32)), seed=1))
-            check_parts(config, layout, mesh, dummy_params(model, seed=1, mesh=mesh), plain)
+            for most in (dummy._MOST_BY_NUMPY, 0):  # by NumPy, and each device its own part
+                with mock.patch.object(dummy, "_MOST_BY_NUMPY", most):
+                    check_parts(config, layout, mesh, dummy_params(model, seed=1, mesh=mesh), plain)
         print(f"{case}: {split} parts of weights", flush=True)
     check_refusals()
     check_converted(folder)

@@ -84,8 +84,10 @@ async def sleeps_and_wakes(rig: Rig) -> list[int]:
         assert found["vllm:engine_sleep_state weights_offloaded"] == 1 and found["jaxengine:idle_sleeps"] > count
         count = found["jaxengine:idle_sleeps"]
         assert await asyncio.gather(*(rig.tokens() for _ in range(3))) == [first] * 3
+    # A busy machine may let it fall asleep between two requests of this test, too.
     operations = [found[f"vllm:sleep_mode_operation_duration_seconds {name}"] for name in ("sleep", "wake")]
-    assert found["jaxengine:idle_wake_seconds"] > 0 and operations == [3, 2] and rig.runner.compiles.count == 0
+    assert found["jaxengine:idle_wake_seconds"] > 0 and operations == [count, count - 1]
+    assert count >= 3 and rig.runner.compiles.count == 0
     return first
 
 
@@ -140,11 +142,19 @@ async def memory_is_not_to_be_had(rig: Rig, first: list[int], monkeypatch: pytes
     assert await rig.tokens() == first
 
 
-async def a_long_request_is_use(rig: Rig) -> None:
-    start = time.monotonic()
-    async for _ in rig.engine.generate(PROMPTS[0], greedy(60)):
-        assert sleep.are_present(rig.runner)
-        await asyncio.sleep(IDLE / 10)
+async def a_long_request_is_use(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps take longer, all together, than the engine may be idle."""
+    start, core = time.monotonic(), rig.engine.core
+    advance = core.advance
+
+    def slowly() -> Any:
+        time.sleep(IDLE / 10)
+        return advance()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "advance", slowly)
+        async for _ in rig.engine.generate(PROMPTS[0], greedy(60)):
+            assert sleep.are_present(rig.runner)
     assert time.monotonic() - start > IDLE
 
 
@@ -156,7 +166,7 @@ def test_an_idle_engine(tiny_options, monkeypatch):
             await what_others_ask_for_stays(rig, first)
             await weights_change_while_it_sleeps(rig, first)
             await memory_is_not_to_be_had(rig, first, monkeypatch)
-            await a_long_request_is_use(rig)
+            await a_long_request_is_use(rig, monkeypatch)
         finally:
             rig.engine.shutdown()
 

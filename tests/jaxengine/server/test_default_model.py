@@ -157,7 +157,7 @@ def test_a_client_that_knows_nothing_but_reflection(served, chat):
 
 
 def test_nothing_was_compiled(served):
-    lines = httpx.get(served.base_url + "/metrics").text.splitlines()
+    lines = httpx.get(served.base_url + "/metrics", timeout=60).text.splitlines()
     (value,) = [
         line.split()[-1]
         for line in lines

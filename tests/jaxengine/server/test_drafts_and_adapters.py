@@ -43,17 +43,20 @@ def streamed(server, model: str, temperature: float) -> str:
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_texts_are_those_of_a_server_with_neither(served, server, temperature):
-    plain = httpx.get(f"{server.base_url}/v1/models").json()["data"][0]["id"]
+    plain = httpx.get(f"{server.base_url}/v1/models", timeout=60).json()["data"][0]["id"]
     expected = ask(server, plain, temperature)
     assert ask(served, "base", temperature) == streamed(served, "base", temperature) == expected
     adapted = ask(served, "sql", temperature)
     assert adapted == streamed(served, "sql", temperature) != expected
-    assert [model["id"] for model in httpx.get(f"{served.base_url}/v1/models").json()["data"]] == ["base", "sql"]
+    assert [model["id"] for model in httpx.get(f"{served.base_url}/v1/models", timeout=60).json()["data"]] == [
+        "base",
+        "sql",
+    ]
 
 
 def test_what_is_counted(served):
     ask(served, "base", 0)
-    lines = httpx.get(f"{served.base_url}/metrics").text.splitlines()
+    lines = httpx.get(f"{served.base_url}/metrics", timeout=60).text.splitlines()
     counts = {line.split("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
     assert counts["vllm:spec_decode_num_draft_tokens_total"] > 0
     assert counts["jaxengine:compilations_since_ready_total"] == 0

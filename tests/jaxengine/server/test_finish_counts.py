@@ -63,7 +63,7 @@ async def test_what_was_counted_too_much_is_left_out_of_what_comes(chat_engine, 
 
 def metrics_of(server):
     """Values by sample of a server's /metrics."""
-    text = httpx.get(f"{server.base_url}/metrics").text
+    text = httpx.get(f"{server.base_url}/metrics", timeout=60).text
     lines = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
 
@@ -74,7 +74,7 @@ def test_an_engine_in_a_process_of_its_own(server):
         choice = client.post(f"{server.base_url}/v1/completions", json=body, timeout=60).json()
         return choice["choices"][0], choice["usage"]["completion_tokens"]
 
-    with httpx.Client() as client:
+    with httpx.Client(timeout=60) as client:
         text = answer(client)[0]["text"]
         stop, before, ends = text[len(text) // 2 :][:4], metrics_of(server), []
         ends = [answer(client, stop=stop, max_tokens=n) for n in LENGTHS]

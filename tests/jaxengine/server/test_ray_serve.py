@@ -31,8 +31,8 @@ ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 NUM_REQUESTS = 60
 # Requests at once that one replica is to have, and those that are load for two.
 TARGET, NUM_AT_ONCE = 8, 64
-# By then replicas have published, several times, what they have.
-PUBLISHED_SECONDS = 1.5
+# By the first one replicas have published, several times, what they have; by the others where the machine is busy.
+PUBLISHED_SECONDS = (1.5, 6.0, 24.0, 60.0)
 SHAPES = {f"model.layers.{layer}.self_attn.o_proj": (64, 64) for layer in range(2)}
 
 
@@ -234,21 +234,24 @@ def test_replicas_are_whole_servers(client):
     assert status == "completed"
 
 
-def hit_rate(client, seed, num_prefixes=16, length=48, **fields):
-    """Share of the tokens of prompts that were in a cache when each was sent for the second time."""
+def hit_rate(client, seed, seconds=PUBLISHED_SECONDS[0], num_prefixes=16, length=48, **fields):
+    """Share of the tokens of prompts that were in a cache when each was sent for the second time, `seconds` later."""
     drawn = np.random.default_rng(seed).integers(3, 250, (num_prefixes, length)).tolist()
     for prefix in drawn:
         completion(client, [*prefix, 3], max_tokens=1, **fields)
-    time.sleep(PUBLISHED_SECONDS)
+    time.sleep(seconds)
     usages = [completion(client, [*prefix, 4], max_tokens=1, **fields)["usage"] for prefix in drawn]
     return sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages) / (num_prefixes * length)
 
 
 def test_prefixes_are_found_by_both_ingresses(client, report):
-    """But for what a busy machine publishes late. Prompts that ingresses do not read, as of pictures, are spread by
-    their ids alone: half of them come to the same replica again.
+    """A busy machine publishes late: other prompts give it more time. Prompts that ingresses do not read, as of
+    pictures, are spread by their ids alone: half of them come to the same replica again.
     """
-    found, without = hit_rate(client, 1), hit_rate(client, 2, metadata={"type": "image"})
+    found, without = 0.0, hit_rate(client, 0, metadata={"type": "image"})
+    for seed, seconds in enumerate(PUBLISHED_SECONDS, 1):
+        if (found := hit_rate(client, seed, seconds)) > 0.9:
+            break
     report(f"hit rate over two replicas: {found:.2f} by published digests, {without:.2f} without")
     assert found > 0.9 > without
 

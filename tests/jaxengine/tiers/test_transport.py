@@ -16,9 +16,11 @@ from jaxengine.tiers.transport import FolderTransport, Source
 from tests.jaxengine.tiers.test_disk import block, key
 
 SECRET = b"of all engines, 32 bytes of them"
+PATIENCE = 120.0  # seconds, of which no machine is so busy that it takes half without waiting for pages
 
 
-def test_pages_by_tcp():
+def test_pages_by_tcp(monkeypatch):
+    monkeypatch.setattr(TcpTransport, "patience", PATIENCE)
     producer, consumer = TcpTransport(SECRET, "model", ("localhost", 0)), TcpTransport(SECRET, "model")
     assert producer.address is not None and consumer.address is None
     source = Source(*producer.address, "a lease")
@@ -56,6 +58,7 @@ def test_pages_by_tcp():
 
 def test_a_reader_does_not_wait_for_what_is_silent_or_not_needed(monkeypatch):
     monkeypatch.setattr("jaxengine.tiers.tcp._CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(TcpTransport, "patience", PATIENCE)
     producer, consumer = TcpTransport(SECRET, "model", ("127.0.0.1", 0)), TcpTransport(SECRET, "model")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start, (host, port) = time.monotonic(), silent.getsockname()
@@ -75,6 +78,7 @@ def test_a_reader_does_not_wait_for_what_is_silent_or_not_needed(monkeypatch):
 
 
 def test_pages_by_jax(monkeypatch):
+    monkeypatch.setattr(JaxTransport, "patience", PATIENCE)
     producer, consumer = JaxTransport(SECRET, "model", "localhost", 0), JaxTransport(SECRET, "model", "127.0.0.1", None)
     assert producer.address is not None and consumer.address is None
     source = Source(*producer.address, "a lease")

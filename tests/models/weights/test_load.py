@@ -23,6 +23,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.quantization.registry import rounded
 from jaxengine.models.registry import build_model, read_folder
+from jaxengine.models.weights import dummy
 from jaxengine.models.weights.compress import compress
 from jaxengine.models.weights.dummy import dummy_params
 from jaxengine.models.weights.load import load_params
@@ -335,9 +336,12 @@ def test_host_memory_stays_near_one_weight():
 
 
 @pytest.mark.versions
-def test_dummy_weights_are_deterministic_and_sane():
+def test_dummy_weights_are_deterministic_and_sane(monkeypatch):
+    """Small ones, which NumPy computes, as those that the device computes."""
     model = build_model(replace(CONFIG, vocab_size=512, hidden_size=128), Build(jnp.float32))
-    first, again, other = (dummy_params(model, seed=seed) for seed in (3, 3, 4))
+    first, other = (dummy_params(model, seed=seed) for seed in (3, 4))
+    monkeypatch.setattr(dummy, "_MOST_BY_NUMPY", 0)
+    again = dummy_params(model, seed=3)
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first["embed"]["weight"]["values"][...], other["embed"]["weight"]["values"][...])
     down = [np.asarray(layer["mlp"]["down"]["weight"]["values"][...]) for _, layer in first["layers"].items()]

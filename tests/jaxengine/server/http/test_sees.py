@@ -92,7 +92,9 @@ def test_every_way_to_ask_sees_the_same(server, client):
     body = {"model": "sees", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": content}]}
     answer = httpx.post(f"{server.base_url}/v1/messages", json=body, timeout=60).json()
     assert answer["content"][0]["text"] == text
-    counted = httpx.post(f"{server.base_url}/tokenize", json={"model": "sees", "messages": [message(url(1))]}).json()
+    counted = httpx.post(
+        f"{server.base_url}/tokenize", json={"model": "sees", "messages": [message(url(1))]}, timeout=60
+    ).json()
     assert counted["count"] == first.usage.prompt_tokens
 
 
@@ -100,7 +102,7 @@ def test_the_status_page_is_told_of_the_encoder(server, client):
     """One call for two pictures, and none when they come again."""
 
     def status():
-        return httpx.get(f"{server.base_url}/status.json").json()
+        return httpx.get(f"{server.base_url}/status.json", timeout=60).json()
 
     before = status()["pictures"]
     for known in (0, 2):
@@ -185,7 +187,7 @@ def test_what_is_wrong_is_told_and_disturbs_nobody(server, client):
     with pytest.raises(BadRequestError, match="max_model_len"):
         chat(client, message(*[url(1)] * 9))
     assert scores(chat(client, message(url(1)))) == before
-    metrics = httpx.get(f"{server.base_url}/metrics").text
+    metrics = httpx.get(f"{server.base_url}/metrics", timeout=60).text
     assert "jaxengine:compilations_since_ready_total" not in metrics or _value(metrics) == 0
 
 

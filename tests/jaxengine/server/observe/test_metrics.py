@@ -296,7 +296,7 @@ def test_the_log_lines_rates_leave_out_the_time_without_requests(chat_engine, ca
 
 def test_the_engines_process_answers_for_all(server):
     """Across processes: the API process that is asked knows nothing itself."""
-    with httpx.Client(base_url=server.base_url) as client:
+    with httpx.Client(base_url=server.base_url, timeout=60) as client:
         before = samples(client.get("/metrics").text)
         fields = {"prompt": [504, 3575], "max_tokens": 7, "ignore_eos": True}
         assert client.post("/v1/completions", json=fields).status_code == 200

@@ -117,12 +117,12 @@ def test_answers_equal_those_of_one_process(server, chat_engine):
 
 def test_metrics_have_a_port_of_their_own(server):
     """For pickers, which have no key; nothing else is served there."""
-    found = httpx.get(server.metrics_url)
+    found = httpx.get(server.metrics_url, timeout=60)
     assert found.status_code == 200 and "vllm:num_requests_waiting{" in found.text
     base = server.metrics_url.removesuffix("/metrics")
-    assert httpx.get(f"{base}/health").status_code == 200
+    assert httpx.get(f"{base}/health", timeout=60).status_code == 200
     for path in ("/v1/models", "/", "/status.json", "/server_info", "/v1/completions"):
-        answer = httpx.get(base + path)
+        answer = httpx.get(base + path, timeout=60)
         assert answer.status_code == 404, path
 
 
@@ -233,7 +233,7 @@ def test_refusals_and_calls(server):
 def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
     async def run():
         server = make_server(fresh=True, api_server_count=2, grpc_port=None)
-        async with connected(server) as engine, httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
+        async with connected(server) as engine, httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
             assert (await client.get("/health")).status_code == 200
             before = (await collect(engine))[-1].outputs[0].token_ids
             streams = [engine.stream(PROMPT, LONG) for _ in range(3)]
@@ -300,10 +300,7 @@ def test_a_server_that_ends_lets_requests_finish(make_server):
             assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text()
         body = {"model": (await models(server))[0], "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
         async with httpx.AsyncClient(base_url=server.base_url, timeout=30) as client:
-            running = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(6)]
-            async with connected(server) as engine:
-                while (await engine.utility("status"))["num_running"] < 6:
-                    await asyncio.sleep(0.002)
+            running = await running_at_once(6, server, client, body)
             server.process.send_signal(signal.SIGTERM)
             # One after another, for those that come before the signal is seen are answered, in their turn.
             late = []
@@ -327,8 +324,19 @@ def test_a_server_that_ends_lets_requests_finish(make_server):
     asyncio.run(run())
 
 
+async def running_at_once(count, server, client, body) -> list[asyncio.Task[httpx.Response]]:
+    """So many requests, all of which run; others follow those that have ended before the last one ran."""
+    asked: list[asyncio.Task[httpx.Response]] = []
+    async with connected(server) as engine:
+        while (await engine.utility("status"))["num_running"] < count:
+            missing = count - sum(not task.done() for task in asked)
+            asked += [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(missing)]
+            await asyncio.sleep(0.002)
+    return [task for task in asked if not task.done()]
+
+
 async def models(server):
-    async with httpx.AsyncClient(base_url=server.base_url) as client:
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
         return [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
 
 
@@ -380,7 +388,7 @@ def test_a_server_that_ends_at_once_aborts_requests(make_server):
             # One that knows nothing of these asks the engine.
             async with connected(server, INDEX + 1, max_num_queued_reqs=1000) as other:
                 await overloaded(other)
-            async with httpx.AsyncClient(base_url=server.base_url) as client:
+            async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
                 response = await refused(client, {"model": name, "prompt": PROMPT})
                 assert int(response.headers["retry-after"]) >= 1
                 # Whoever refused: the metrics are one engine's.
@@ -391,16 +399,13 @@ def test_a_server_that_ends_at_once_aborts_requests(make_server):
             await idle(engine)
         async with httpx.AsyncClient(base_url=server.base_url, timeout=30) as client:
             body = {"model": name, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
-            running = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
-            async with connected(server) as engine:
-                while (await engine.utility("status"))["num_running"] < 4:
-                    await asyncio.sleep(0.002)
+            running = await running_at_once(4, server, client, body)
             server.process.send_signal(signal.SIGHUP)  # the terminal is closed
             start = time.monotonic()
             for response in await asyncio.gather(*running):
                 assert response.json()["choices"][0]["finish_reason"] == "abort"
             assert time.monotonic() < start + 60
-        assert await asyncio.to_thread(server.process.wait, 10) == 0
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
 
     asyncio.run(run())
 
