@@ -283,11 +283,11 @@ def transfers_allowed() -> AbstractContextManager[None]:
     """Return a context in which this thread's transfers are allowed, whatever jax_transfer_guard says. An engine hands
     host arrays to its programs; a trainer that forbids such transfers means those of its own loop.
     """
-    config = jax.config
-    is_guarded = config.jax_transfer_guard_host_to_device or config.jax_transfer_guard_device_to_host
-    return jax.transfer_guard("allow") if is_guarded or config.jax_transfer_guard_device_to_device else _NOTHING
+    is_guarded = any(getattr(jax.config, f"jax_transfer_guard_{way}") for way in _WAYS)
+    return jax.transfer_guard("allow") if is_guarded else _NOTHING
 
 
+_WAYS = "host_to_device", "device_to_device", "device_to_host"
 _NOTHING = contextlib.nullcontext()
 
 

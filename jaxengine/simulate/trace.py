@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.files import named_path
-from jaxengine.records.trace_file import VERSION, TraceRequest, header_line, request_line
+from jaxengine.records.trace_file import VERSION, TraceRequest
 
 MOONCAKE_BLOCK = 512
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -116,14 +116,6 @@ def read_trace(path: str) -> Trace:
     start = min(request.arrival for request in requests)
     moved = [replace(each, arrival=each.arrival - start) for each in sorted(requests, key=lambda each: each.arrival)]
     return Trace(Path(path).name, tuple(moved), block)
-
-
-def write_trace(trace: Trace, path: str) -> None:
-    """Write a trace in our own format to a file, replacing an existing one. Raises OSError."""
-    with Path(path).open("w", encoding="utf-8") as file:
-        file.write(header_line(trace.block_size))
-        for request in trace.requests:
-            file.write(request_line(request))
 
 
 def trace_of(

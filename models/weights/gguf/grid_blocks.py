@@ -16,7 +16,8 @@ from jaxengine.models.weights.gguf.parts import Parts, fields, half, words
 
 VALUES = 256  # of a block
 GRIDS = Path(__file__).with_name("grids.npz")
-# Values of the digits with which grids.npz stores points.
+# Values of a point's digits. grids.npz has a bit for each number with these digits, the lowest first, set if it is a
+# point of the grid; points are in the order of their numbers.
 DIGITS = {
     "IQ2": np.array([8, 25, 43], np.int8),
     "IQ3_XXS": np.array([4, 12, 20, 28, 36, 44, 52, 62], np.int8),
@@ -28,10 +29,10 @@ DIGITS = {
 @cache
 def _grid(name: str) -> np.ndarray:
     """Return the points of the grid of type `name`: i8[points, 4 or 8]. Results are cached."""
+    digits = DIGITS[name if name in DIGITS else name[:3]]
     with np.load(GRIDS) as grids:
-        points = grids[name]
-    kind = name if name in DIGITS else name[:3]
-    return DIGITS[kind][points]
+        numbers = np.flatnonzero(np.unpackbits(grids[name]))
+    return digits[numbers[:, None] // len(digits) ** np.arange(4 if name.startswith("IQ3") else 8) % len(digits)]
 
 
 def _signs(bits: np.ndarray) -> np.ndarray:
