@@ -128,6 +128,7 @@ class ReadOptions(NamedTuple):
     chunk_bytes: int | None = None
 
 
+@jax.transfer_guard("allow")
 def read_weights(
     runner: ModelRunner,
     params: Any,
@@ -238,6 +239,7 @@ def read_here(
     return new
 
 
+@jax.transfer_guard("allow")
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     """Call `read` with a source of an adapter's tensors under PEFT's names, and return its result. params: a mapping or
     pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a ModelFileError that `read`
@@ -254,6 +256,7 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
     return new
 
 
+@jax.transfer_guard("allow")
 def checksums(runner: ModelRunner) -> dict[str, str]:
     """Return the SHA-256, in hex, of each weight by name, computed over the bytes of the whole C-contiguous array,
     without adapters. Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights

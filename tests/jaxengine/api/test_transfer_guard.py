@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxengine import LLM, AsyncLLM, LoRARequest, SamplingParams
+from jaxengine import LLM, AsyncLLM, LoRARequest, SamplingParams, open_model
 from tests.conftest import TINY_CHECKPOINT
-from tests.fixtures.adapters import write_adapter
+from tests.fixtures.adapters import CONFIG, write_adapter
 from tests.jaxengine.engine.offload_cases import prompts_of
 from tests.jaxengine.engine.test_lora import LORA
 
@@ -24,15 +24,20 @@ PARAMS = [
 TIERS = {"num_gpu_blocks_override": 40, "max_model_len": 64, "kv_offloading_size": 0.05}
 
 
+@pytest.fixture(scope="module")
+def own_tree():
+    return jax.tree.map(np.asarray, open_model(TINY_CHECKPOINT).params)
+
+
 @pytest.fixture(params=["of the process", "of the thread"])
 def guard(request) -> Iterator[None]:
     """No thread, or only not this one, may transfer arrays without saying so."""
     with ExitStack() as ends:
         if request.param == "of the thread":
-            ends.enter_context(jax.transfer_guard("disallow"))
+            ends.enter_context(jax.transfer_guard("disallow_explicit"))
         else:
             ends.callback(jax.config.update, "jax_transfer_guard", jax.config.jax_transfer_guard)
-            jax.config.update("jax_transfer_guard", "disallow")
+            jax.config.update("jax_transfer_guard", "disallow_explicit")
         with pytest.raises(Exception, match="Disallowed host-to-device"):
             jax.jit(lambda x: x + 1)(np.zeros(3))
         yield
@@ -44,7 +49,7 @@ def tokens(llm: LLM, adapter: LoRARequest | None) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in outputs]
 
 
-def test_an_engine_serves(guard, tmp_path):
+def test_an_engine_serves(own_tree, guard, tmp_path):
     """From its start on: adapters, pages that leave and come back, new weights, sleep; each has a thread of its own."""
     adapter = LoRARequest("own", 1, write_adapter(tmp_path / "adapter", TINY_CHECKPOINT, seed=1))
     with LLM(str(TINY_CHECKPOINT), **LORA | TIERS) as llm:
@@ -54,6 +59,9 @@ def test_an_engine_serves(guard, tmp_path):
         assert tokens(llm, adapter) == first
         llm.update_weights(load_file(TINY_CHECKPOINT / "model.safetensors"))
         llm.update_weights(str(TINY_CHECKPOINT))
+        llm.update_weights(own_tree)
+        llm.update_lora("own", load_file(tmp_path / "adapter" / "adapter_model.safetensors"), config=CONFIG)
+        assert llm.weight_info(checksum=True)["weight_version"] == 3
         llm.sleep(level=1)
         llm.wake_up()
         assert tokens(llm, adapter) == first

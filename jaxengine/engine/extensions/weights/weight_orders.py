@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from jaxengine.engine.weight_types import KVMode, PauseMode, Version
 from jaxengine.runner.weights.weight_names import Target, check_chunk_bytes, check_target
 from jaxengine.runner.weights.weight_update import NewWeights, checksums, read_weights
@@ -46,7 +44,6 @@ def _begin(read: Callable[[Callable[[], bool]], NewWeights]) -> _Read:
     """
     job, stopped = Future[NewWeights](), threading.Event()
 
-    @jax.transfer_guard("allow")
     def run() -> None:
         try:
             job.set_result(read(stopped.is_set))
