@@ -29,7 +29,7 @@ from jaxengine.models.weights.views.parts import column_axis, format_of, num_par
 from jaxengine.sharding.layout import RULES
 from jaxengine.sharding.rules import named_sharding
 
-# Largest number of elements of a weight that NumPy computes: that takes some 30 ms.
+# Largest number of elements of a weight that NumPy computes.
 _MOST_BY_NUMPY = 1 << 21
 # Types to which NumPy and every compiler convert float32 alike.
 _BY_NUMPY = frozenset(map(np.dtype, (np.float32, np.float16, jnp.bfloat16, np.uint8)))

@@ -151,7 +151,7 @@ def test_a_start_up_names_the_workers_that_are_missing(pair):
     pair.start_host("serve", *RANKS_AND_HEADS, timeout=3)
     assert pair.wait("host", 60) == 0
     (told,) = pair.told()
-    assert told["failed"] == "node rank 1 did not join within 3 s" and told["seconds"] >= 3
+    assert told["failed"] == "node rank 1 did not join within 3 s" and 3 <= told["seconds"] < 10
 
 
 @dataclass(frozen=True)

@@ -462,7 +462,7 @@ def test_videos_of_smolvlm(tmp_path):
 
 
 def test_settings_of_smolvlm_for_videos(tmp_path):
-    """Of both transformers."""
+    """Settings as transformers 4 and 5 write them are read; a frame may have pixel settings of its own."""
     sampling = {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 48}}
     made = processor(tmp_path, "smolvlm_vision", video_sampling=sampling)
     assert made.modalities == ("image", "video") and made.video_edge == 48
