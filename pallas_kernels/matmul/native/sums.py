@@ -26,6 +26,7 @@ from jaxengine.pallas_kernels.native.builder import (
     Job,
     each_lane,
     indices,
+    least,
 )
 from jaxengine.pallas_kernels.native.handlers import Handlers
 
@@ -37,7 +38,10 @@ JOB = Job(
     ("x", "matrix", "scales", "zeros", "y", "sums"),
     ("width", "rows", "inputs", "outputs", "panels", "panel", "each", "bf16_scales", "bf16_zeros"),
 )
-_PREFETCH = 256  # bytes ahead within a row of the matrix
+# Columns whose sums are kept in memory while they are added up, by rows of x in all: 8 KB, which stay in the first
+# cache. And lines of a matrix that are read side by side from left to right, while those after them are prefetched: the
+# processor prefetches within a line, but where a line ends it waits for the memory.
+_STRIP, _LINES = 32 * TILE, 8
 _MOST_SUMS = 16  # sums of a table's tokens that are kept in registers
 
 
@@ -58,6 +62,12 @@ class Sums(Handlers):
             lanes: self._make_wide(lanes) for lanes in sorted({LANES, *(_MOST_SUMS // rows for rows in ROWS)})
         }
         self._add, self._subtract = self._make_add(), self._make_subtract()
+        self._lines = {
+            (kind, rows, count): self._make_lines(kind, rows, count)
+            for kind in KINDS
+            for rows in ROWS
+            for count in (_LINES, 1)
+        }
 
     def _make_wide(self, lanes: int) -> Any:
         """Build wide(pointer, index, is_bf16), which returns `lanes` numbers from number `index` on as f32. They are
@@ -73,16 +83,17 @@ class Sums(Handlers):
         b.ret(b.read(pointer, b.total((index, 4)), numbers))
         return function
 
-    def _parts(self, b: Builder, kind: str, matrix: Any, offset: Any) -> list[tuple[int, int, Any]]:
-        """Emit reads of TILE columns of one row of the matrix, and a prefetch of what follows in the row. Return a list
-        of (input within the row, index of the accumulator, LANES f32 numbers).
+    def _parts(self, b: Builder, kind: str, matrix: Any, offset: Any, ahead: Any) -> list[tuple[int, int, Any]]:
+        """Emit reads of TILE columns of one row of the matrix, and prefetches of as many bytes that lie `ahead` bytes
+        (i64) after them. Return a list of (input within the row, index of the accumulator, LANES f32 numbers).
 
         kind: a key of KINDS. matrix: pointer. offset: i64, bytes from there to the tile. Accumulators hold columns in
         the order that `_columns` undoes.
         """
-        found = []
-        bits = [b.read(matrix, b.total((offset,), (64 * line,)), INTS) for line in range(KINDS[kind][1])]
-        b.call(self._prefetch, [b.at(matrix, b.total((offset,), (_PREFETCH,))), I32(0), I32(3), I32(1)])
+        found, places = [], [b.total((offset,), (64 * line,)) for line in range(KINDS[kind][1])]
+        bits = [b.read(matrix, place, INTS) for place in places]
+        for place in places:
+            self._fetch(b, matrix, b.total((place,), (ahead,)))
         if kind == "bfloat16":
             for line, both in enumerate(bits):
                 even = b.shl(both, each_lane(16))
@@ -94,6 +105,12 @@ class Sums(Handlers):
             each, own = divmod(part, 8 // width)
             found.append((own, each, self._signed(b, bits[0], width * part, width)))
         return found
+
+    def _fetch(self, b: Builder, pointer: Any, offset: Any) -> None:
+        """Emit a prefetch, into the second cache, of the bytes at `offset`, i64, from a pointer, which may lie after
+        the end of the memory.
+        """
+        b.call(self._prefetch, [b.at(pointer, offset), I32(0), I32(2), I32(1)])
 
     def _signed(self, b: Builder, bits: Any, first: int, width: int) -> Any:
         """Emit the conversion of a signed number of `width` bits, from bit `first` on, in each of LANES i32, to
@@ -112,28 +129,66 @@ class Sums(Handlers):
         """
         function, b = self.begin(f"{kind}_columns_{rows}", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
-        own = {name: JOB.get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panels", "panel")}
+        panels, panel_lines = JOB.get(b, job, "panels"), JOB.get(b, job, "panel")
+        strip = _STRIP // rows
+        held = b.bitcast(b.alloca(FLOATS, _STRIP // LANES), PTR)
+        with b.loop(begin, end, strip) as (first, _):
+            last = least(b, b.add(first, I64(strip)), end)
+            with b.loop(I64(0), panels, 1) as (panel, _):
+                most = b.sub(panel_lines, b.srem(panel_lines, I64(_LINES)))
+                for count, start, stop in ((_LINES, I64(0), most), (1, most, panel_lines)):
+                    with b.loop(start, stop, count) as (line, _):
+                        b.call(self._lines[kind, rows, count], [job, row, first, last, panel, line, held])
+                with b.loop(first, last, TILE) as (column, _):
+                    sums = self._held(b, rows, held, b.sub(column, first))
+                    for each in range(rows):
+                        tile = _columns(b, kind, [b.load(place, align=64) for place in sums[4 * each :][:4]])
+                        b.call(self._add, [job, b.total((row,), (each,)), panel, column, *tile])
+        b.ret_void()
+        return function
+
+    def _held(self, b: Builder, rows: int, held: Any, column: Any) -> list[Any]:
+        """Emit pointers to the sums of `rows` rows in a tile, four vectors each, whose first column is `column`, i64,
+        of a strip. held: pointer to the strip's sums. Return the pointers.
+        """
+        first = b.bitcast(b.at(held, b.total((column, 4 * rows))), FLOATS.as_pointer())
+        return [b.gep(first, [I64(place)]) for place in range(4 * rows)]
+
+    def _make_lines(self, kind: str, rows: int, count: int) -> Any:
+        """Build lines(job, row, begin, end, panel, line, held), which multiplies `rows` rows from `row` on by columns
+        [begin, end), at most a strip, of the `count` lines of a panel from `line` on. It adds the products to the sums
+        in `held`, which it takes as 0 for line 0. Return the LLVM function.
+        """
+        function, b = self.begin(f"{kind}_lines_{rows}_{count}", NOTHING, [PTR, *[I64] * 5, PTR])
+        job, row, begin, end, panel, line, held = function.args
+        own = {name: JOB.get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panel")}
         inputs, size = KINDS[kind]
-        zero = each_lane(0.0)
-        with b.loop(I64(0), own["panels"], 1) as (panel, _), b.loop(begin, end, TILE) as (column, _):
-            with b.loop(I64(0), own["panel"], 1, [zero] * 4 * rows) as (line, sums):
-                line = b.total((panel, own["panel"]), (line,))
-                offset = b.total((line, own["outputs"], size), (column, size))
-                first = b.total((row, own["inputs"], 4), (line, 4 * inputs))
+        is_first, first_line = b.icmp_signed("==", line, I64(0)), b.total((panel, own["panel"]), (line,))
+        start = b.total((row, own["inputs"], 4), (first_line, 4 * inputs))
+
+        def broadcast(each: int, number: int) -> Any:
+            place = b.total((start,), (own["inputs"], 4 * each), (4 * number,))
+            return b.all_lanes(b.read(own["x"], place, F32))
+
+        numbers = [(each, number) for each in range(rows) for number in range(count * inputs)]
+        stay = {key: broadcast(*key) for key in numbers} if len(numbers) <= _MOST_SUMS else {}
+        ahead = b.total((own["outputs"], size * _LINES))
+        with b.loop(begin, end, TILE) as (column, _):
+            places = self._held(b, rows, held, b.sub(column, begin))
+            sums = [b.select(is_first, each_lane(0.0), b.load(place, align=64)) for place in places]
+            for index in range(count):
+                offset = b.total((first_line, own["outputs"], size), (own["outputs"], size * index), (column, size))
                 x = {
-                    (each, i): b.all_lanes(
-                        b.read(own["x"], b.total((first,), (own["inputs"], 4 * each), (4 * i,)), F32)
-                    )
+                    (each, i): stay.get((each, index * inputs + i)) or broadcast(each, index * inputs + i)
                     for each in range(rows)
                     for i in range(inputs)
                 }
-                for i, accumulator, numbers in self._parts(b, kind, own["matrix"], offset):
+                for i, accumulator, found in self._parts(b, kind, own["matrix"], offset, ahead):
                     for each in range(rows):
                         place = 4 * each + accumulator
-                        sums[place] = b.call(self._fma, [numbers, x[each, i], sums[place]])
-            for each in range(rows):
-                tile = _columns(b, kind, sums[4 * each :][:4])
-                b.call(self._add, [job, b.total((row,), (each,)), panel, column, *tile])
+                        sums[place] = b.call(self._fma, [found, x[each, i], sums[place]])
+            for found, place in zip(sums, places, strict=True):
+                b.store(found, place, align=64)
         b.ret_void()
         return function
 
@@ -220,6 +275,7 @@ class Sums(Handlers):
                 for token in range(count):
                     place = b.total((tile, stride), (stride, token), (unit, LANES * size))
                     numbers = self._unit(b, kind, own["matrix"], place)
+                    self._fetch(b, own["matrix"], b.total((place,), (stride, count)))
                     for r in range(rows):
                         at = token * rows + r
                         if scales is None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,40 +89,51 @@ async def scrape(app, accept: str = "*/*") -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def served(app, chat_engine):
-    """(values before, in the middle of and after a known load)."""
+    """(values before, in the middle of and after a known load, seconds that its clients waited for all outputs)."""
 
     async def load():
+        waited = 0.0
+
+        async def ask(num_outputs=1, **fields):
+            nonlocal waited
+            start = time.monotonic()
+            answer = await post(app, "/v1/completions", **fields)
+            waited += num_outputs * (time.monotonic() - start)
+            return answer
+
         await idle(chat_engine)
         before = samples((await scrape(app)).text)
         # More than run at once, and more pages than there are: some wait, some are preempted.
         full = [{"prompt": [[700 + i] * 90], "max_tokens": 100, "ignore_eos": True, "seed": i} for i in range(12)]
-        tasks = [asyncio.create_task(post(app, "/v1/completions", **fields)) for fields in full]
+        tasks = [asyncio.create_task(ask(**fields)) for fields in full]
         middle = before
         while not (total(middle, "vllm:num_requests_waiting") and total(middle, "vllm:num_preemptions_total")):
             assert not all(task.done() for task in tasks), "nothing was preempted"
             middle = samples((await scrape(app)).text)
         assert all(answer.status == 200 for answer in await asyncio.gather(*tasks))
         again = {"prompt": [[700] * 90], "max_tokens": 5, "n": 3, "seed": 1, "ignore_eos": True}
-        text = await post(app, "/v1/completions", **again)
-        token = (await post(app, "/v1/completions", **again, return_token_ids=True)).json["choices"][0]["token_ids"][0]
+        text = await ask(3, **again)
+        token = (await ask(3, **again, return_token_ids=True)).json["choices"][0]["token_ids"][0]
         assert text.status == 200
-        stopped = await post(app, "/v1/completions", **again | {"stop_token_ids": [token], "n": 1})
+        stopped = await ask(**again | {"stop_token_ids": [token], "n": 1})
         assert stopped.json["choices"][0]["finish_reason"] == "stop"
-        yes = await post(app, "/v1/completions", prompt=[[700] * 90], structured_outputs={"choice": ["yes"]})
+        yes = await ask(prompt=[[700] * 90], structured_outputs={"choice": ["yes"]})
         assert yes.json["choices"][0]["text"] == "yes"
+        start = time.monotonic()
         left = Connection.of_json(
             app, "/v1/completions", prompt=[[800] * 90], max_tokens=150, ignore_eos=True, stream=True
         )
         await asyncio.wait_for(left.chunks.get(), 30)
         await left.leave()
         await idle(chat_engine)
-        return before, middle, samples((await scrape(app)).text)
+        waited += time.monotonic() - start
+        return before, middle, samples((await scrape(app)).text), waited
 
     return asyncio.run(load())
 
 
 async def test_every_name_is_there_and_was_observed(served):
-    _, middle, after = served
+    _, middle, after, _ = served
     names = {name for name, _ in after}
     assert names.issuperset(f"vllm:{name}" for name in (VLLM_NAMES + ARTICLE_NAMES).split())
     # `_created` is prometheus_client's own.
@@ -153,7 +165,7 @@ async def test_fields_that_pickers_read(app, chat_engine):
 
 
 async def test_what_was_asked_for_is_what_was_counted(served):
-    before, middle, after = served
+    before, middle, after, waited = served
 
     def grew(name: str) -> float:
         return total(after, name) - total(before, name)
@@ -187,7 +199,7 @@ async def test_what_was_asked_for_is_what_was_counted(served):
     def seconds(name: str) -> float:
         return grew(f"vllm:{name}_seconds_sum")
 
-    # A request's time is its parts': what lies between its last token and its end is short.
+    # A request's time is its parts' and what lies between its last token and its end.
     assert seconds("request_inference_time") == pytest.approx(
         seconds("request_prefill_time") + seconds("request_decode_time")
     )
@@ -197,7 +209,7 @@ async def test_what_was_asked_for_is_what_was_counted(served):
         preprocessing + seconds("request_queue_time") + seconds("request_prefill_time")
     )
     parts = preprocessing + seconds("request_queue_time") + seconds("request_inference_time")
-    assert parts <= seconds("e2e_request_latency") <= parts + 0.1 * num_requests
+    assert parts <= seconds("e2e_request_latency") <= waited
     # Steps: what they held, in sum and by shape.
     assert grew("vllm:iteration_tokens_total_sum") == grew("jaxengine:scheduled_tokens_total")
     for name in ("steps", "tokens", "padding_tokens"):
@@ -210,7 +222,7 @@ async def test_what_was_asked_for_is_what_was_counted(served):
 
 
 async def test_older_names_say_the_same(served):
-    *_, after = served
+    *_, after, _ = served
     assert total(after, "vllm:time_per_output_token_seconds_sum") == total(
         after, "vllm:inter_token_latency_seconds_sum"
     )
@@ -238,7 +250,7 @@ async def test_what_get_metrics_tells_has_a_meaning_and_vllms_bounds(chat_engine
 
 
 def test_every_query_of_the_board_is_answered(served):
-    *_, after = served
+    *_, after, _ = served
     names = {name for name, _ in after}
     board = json.loads(BOARD.read_text())
     (row,) = (at for at, panel in enumerate(board["panels"]) if panel["type"] == "row")
