@@ -38,7 +38,7 @@ BENCHMARKS = {
     ),
     "triton_products": (
         "kernels.triton_products",
-        "quantised products on Ampere and Ada beside plain XLA (jax's compiler)",
+        "quantised products on Ampere, Ada and RTX Blackwell beside plain XLA (jax's compiler)",
     ),
     "gpu_check": ("kernels.device_check", "all that a machine with a CUDA device can say, within a budget of seconds"),
     "tpu_check": ("tpu.tpu_check", "the same of a machine with TPUs, in ten minutes"),

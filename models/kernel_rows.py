@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxengine.pallas_kernels.cards import lowers_triton, plain_operations, why_no_kernels
+from jaxengine.pallas_kernels.cards import plain_operations, why_no_kernels
 from jaxengine.pallas_kernels.interpreted import INTERPRETED, interpreted
 from jaxengine.pallas_kernels.registry import (
     PLATFORM_OF_OPTION,
@@ -31,7 +31,6 @@ __all__ = [
     "is_kernel",
     "kernel_rows",
     "layout_of",
-    "lowers_triton",
     "plain_operations",
     "rows_of",
     "tuning_of",

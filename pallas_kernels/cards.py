@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -16,9 +15,9 @@ from typing import NamedTuple
 # Attention and products with quantised and with grouped matrices also have a form for 10.0 and 10.3 (tcgen05).
 _MOSAIC_CAPABILITIES = ("9.0",)
 _TCGEN05_CAPABILITIES = ("10.0", "10.3")
-_TRITON_CAPABILITIES = ("8.0", "8.6", "8.9")
+_TRITON_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
 # CUDA's names of the cards of a compute capability: A100, A800, A30; A2, A10G, A16, A40, RTX A6000, RTX 30; L4, L40S,
-# RTX 6000 Ada, RTX 40; H20, H100, H200, H800, GH200; B100, B200, GB200; B300, GB300.
+# RTX 6000 Ada, RTX 40; H20, H100, H200, H800, GH200; B100, B200, GB200; B300, GB300; RTX PRO 6000, RTX 50; GB10.
 _CARDS = {
     "8.0": re.compile(r"NVIDIA A(100|800|30)\b"),
     "8.6": re.compile(r"NVIDIA (A(2|10[GM]?|16|40)\b|RTX A\d+|GeForce RTX 30\d\d)"),
@@ -26,6 +25,8 @@ _CARDS = {
     "9.0": re.compile(r"NVIDIA G?H\d+\b"),
     "10.0": re.compile(r"NVIDIA G?B[12]00\b"),
     "10.3": re.compile(r"NVIDIA G?B300\b"),
+    "12.0": re.compile(r"NVIDIA (RTX PRO \d+\b|GeForce RTX 50\d\d)"),
+    "12.1": re.compile(r"NVIDIA GB10\b"),
 }
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 
@@ -57,23 +58,22 @@ def has_tcgen05(capability: str) -> bool:
 
 
 def has_triton(capability: str) -> bool:
-    """Whether the Triton kernels run on a card of this compute capability with the installed jax: "8.0", "8.6" or
-    "8.9", and `lowers_triton`; False within `plain_cards`.
+    """Whether the Triton kernels run on a card of this compute capability with the installed jax: "8.0" to "8.9",
+    "12.0" or "12.1", and `lowers_triton`; False within `plain_cards`.
     """
     return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
 
 
-@cache
 def lowers_triton() -> bool:
-    """Whether the installed jax is older than 0.11, and so leaves the compilation of Pallas-Triton kernels to XLA. From
-    0.11 on, where that backend is deprecated, jax compiles them itself as it lowers, and needs a card for that.
+    """Whether the installed jax lowers Pallas-Triton kernels for every card: not 0.11.0 and 0.11.1, which refuse cards
+    whose names they do not know.
     """
-    return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
+    return not version("jax").startswith(("0.11.0", "0.11.1"))
 
 
 def no_triton() -> str:
     """Return the reason why the installed jax runs no Triton kernels, as a phrase. Call it only where it runs none."""
-    return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
+    return f"jax {version('jax')} lowers Triton kernels for few cards, 0.11.2 and later for all"
 
 
 def plain_operations(capability: str) -> str:
@@ -100,7 +100,7 @@ class Card(NamedTuple):
       hopper: compute capability 9.0, for which the Mosaic GPU kernels are written; False within `plain_cards`.
       num_sms: streaming multiprocessors.
       blackwell: compute capability 10.0 or 10.3, for which there are kernels with tcgen05; False within `plain_cards`.
-      triton: compute capability 8.0 to 8.9, with a jax that lowers Triton kernels; False within `plain_cards`.
+      triton: compute capability 8.0 to 8.9 or 12, for which there are Triton kernels; False within `plain_cards`.
     """
 
     hopper: bool

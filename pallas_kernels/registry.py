@@ -209,7 +209,7 @@ def rows_of(platform: str) -> Iterator[None]:
 def platform_rows() -> dict[str, str]:
     """Return the platforms whose rows operations that are chosen at compilation use, by the keyword of
     `jax.lax.platform_dependent`: {"default": platform} within `rows_of`, otherwise one entry for each jax platform, in
-    which "cuda" uses "gpu_triton" if the trace is for a card with Triton kernels (Ampere or Ada).
+    which "cuda" uses "gpu_triton" if the trace is for a card with Triton kernels (Ampere, Ada, RTX Blackwell).
     """
     if (only := _ONLY.get()) is not None:
         return {"default": only}
@@ -387,8 +387,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 
 def platform_of(device: Any) -> str:
-    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Hopper), "gpu_blackwell", "gpu_triton" (Ampere and Ada)
-    or "gpu_xla" (any other CUDA card).
+    """Return the platform of a jax device: "cpu", "tpu", "gpu" (Hopper), "gpu_blackwell", "gpu_triton" (Ampere, Ada
+    and RTX Blackwell) or "gpu_xla" (any other CUDA card).
 
     Raises ValueError for another kind of device.
     """

@@ -18,7 +18,7 @@ _PLATFORMS = {
     "TPU": "tpu",
     "Hopper": "gpu",
     "Blackwell": "gpu_blackwell",
-    "Ampere, Ada": "gpu_triton",
+    "Ampere, Ada, RTX": "gpu_triton",
     "other cards": "gpu_xla",
     "CPU": "cpu",
 }

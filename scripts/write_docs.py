@@ -214,8 +214,8 @@ Granite Speech, Nemotron-H Omni, Gemma 4's small models and the thinkers of Qwen
 their prompts.
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
-keys that its indexer selects, and MiniMax M3's the blocks of keys, in [kernels](kernels.md) on TPUs and, with jax 0.10,
-on NVIDIA cards of compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 10.3; on others and on CPUs as plain XLA. What a
+keys that its indexer selects, and MiniMax M3's the blocks of keys, in [kernels](kernels.md) on TPUs and on
+NVIDIA cards of compute capability 8.0 to 10.3 and 12; on others and on CPUs as plain XLA. What a
 kernel does not take runs as plain XLA, too, and the log says so: on all, indexers with pooled keys; on TPUs, pages
 whose size is no multiple of 8, blocks that share no such multiple with the pages, several KV heads whose rows do not
 begin at multiples of 128 elements, indexers with a number of heads that is no multiple of 8; on GPUs, float32, caches

@@ -34,7 +34,7 @@ from jaxengine.pallas_kernels.registry import kernel_kind, without_rows
 from jaxengine.pallas_kernels.tuning import TritonAttention, XlaAttention, XlaSelection, tuning_of
 
 SEQUENCES, CONTEXT, PAGE_SIZE = 8, 131072, 64
-PLATFORMS = {"sm_80": "gpu_triton", "sm_86": "gpu_triton", "sm_89": "gpu_triton", "sm_90": "gpu"}
+PLATFORMS = dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), "gpu_triton") | {"sm_90": "gpu"}
 PLATFORMS |= {"sm_100": "gpu_blackwell"}
 
 
@@ -170,7 +170,7 @@ def _own(ptx: str) -> bool:
     return any(f".entry {name}" in ptx for name in ("selected_rows", "index_scores"))
 
 
-OPTIONS = shared(targets=("sm_80", "sm_89", "sm_90", "sm_100"), only="")
+OPTIONS = shared(targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:

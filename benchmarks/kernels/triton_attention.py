@@ -122,7 +122,7 @@ def measure(target: str, shape: str, step: str) -> dict[str, Any]:
     }
 
 
-OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89"), only="")
+OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89", "sm_120"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:

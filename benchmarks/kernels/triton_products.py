@@ -80,7 +80,7 @@ def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> d
     return {"launches": counts.launches(module), "bytes moved / needed": round(times, 2), **row}
 
 
-OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89"), only="")
+OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89", "sm_120"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.models.kernel_rows import lowers_triton
 
 GIB = 2**30
 
@@ -80,15 +79,17 @@ _H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
 _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
 _B300 = replace(_B200, description="NVIDIA B300", capability=(10, 3))
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
-_A10G = Gpu("NVIDIA A10G", (8, 6), False, 80, 128, 1.71, 6291456, 102400, 101376)
+# An A10G. By name, jax 0.12 compiles for an A10, which is of the same compute capability.
+_A10G = Gpu("NVIDIA A10", (8, 6), False, 80, 128, 1.71, 6291456, 102400, 101376)
 _L4 = Gpu("NVIDIA L4", (8, 9), False, 58, 128, 2.04, 50331648, 102400, 101376)
+_RTX_PRO = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
+_RTX_PRO_6000 = Gpu(_RTX_PRO, (12, 0), False, 188, 128, 2.617, 134217728, 102400, 101376)
 
 # Clocks as libtpu 0.0.52 states them.
 # Cycles a second of all cores of a device (TPU) or of a multiprocessor, for tuning.
 CLOCKS = {"v5e": 1.5e9, "v5p": 3.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9, "sm_90": 1.755e9}
 _NO_COPIES = "libtpu's profile of it ends at copies within the chip"
 _NO_ROOM = "what a block's profile holds does not fit into its VMEM"
-_NO_TRITON = "" if lowers_triton() else "this jax has XLA compile no Triton kernels"
 
 # A v5p device is a chip of two cores that act as one, a tpu7x device one of the two cores of its chip.
 TARGETS = {
@@ -99,50 +100,15 @@ TARGETS = {
         Target("v6e", "tpu", "v6e:1x1", int(31.24 * GIB), 1640e9, 918e12, 128 << 20),
         Target("v5p", "tpu", "v5p:2x2x1", int(95.73 * GIB), 2765e9, 459e12, 64 << 20, no_profile=_NO_COPIES),
         Target("tpu7x", "tpu", "tpu7x:2x2x1", int(94.74 * GIB), 3690e9, 1153e12, 64 << 20, no_profile=_NO_ROOM),
-        Target(
-            "sm_80",
-            "cuda",
-            "",
-            85100068864,
-            2039e9,
-            312e12,
-            _A100.shared_per_block,
-            gpu=_A100,
-            plain_attention=_NO_TRITON,
-        ),
-        Target(
-            "sm_86",
-            "cuda",
-            "",
-            int(22.06 * GIB),
-            600e9,
-            70e12,
-            _A10G.shared_per_block,
-            gpu=_A10G,
-            plain_attention=_NO_TRITON,
-        ),
-        Target(
-            "sm_89",
-            "cuda",
-            "",
-            int(22.03 * GIB),
-            300e9,
-            121e12,
-            _L4.shared_per_block,
-            gpu=_L4,
-            plain_attention=_NO_TRITON,
-        ),
+        Target("sm_80", "cuda", "", 85100068864, 2039e9, 312e12, _A100.shared_per_block, gpu=_A100),
+        Target("sm_86", "cuda", "", int(22.06 * GIB), 600e9, 70e12, _A10G.shared_per_block, gpu=_A10G),
+        Target("sm_89", "cuda", "", int(22.03 * GIB), 300e9, 121e12, _L4.shared_per_block, gpu=_L4),
         Target("sm_90", "cuda", "", 84942979072, 3352e9, 989e12, _H100.shared_per_block, gpu=_H100),
         Target("h200", "cuda", "", 151397597184, 4800e9, 989e12, _H200.shared_per_block, gpu=_H200),
+        Target("sm_100", "cuda", "", 191514411008, 7672e9, 2250e12, _B200.shared_per_block, gpu=_B200),
+        # NVIDIA's data sheet: 96 GB of GDDR7, of which a program may use what it may of other cards of that size.
         Target(
-            "sm_100",
-            "cuda",
-            "",
-            191514411008,
-            7672e9,
-            2250e12,
-            _B200.shared_per_block,
-            gpu=_B200,
+            "sm_120", "cuda", "", int(94.9 * GIB), 1792e9, 503e12, _RTX_PRO_6000.shared_per_block, gpu=_RTX_PRO_6000
         ),
         # NVIDIA's data sheets of HGX B300: 270 GB that a program may use of 288, 8 TB/s.
         Target("sm_103", "cuda", "", 270_000_000_000, 8000e9, 2250e12, _B300.shared_per_block, gpu=_B300),

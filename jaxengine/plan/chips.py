@@ -57,7 +57,7 @@ def _of_target(name: str, target: str) -> Chip:
 
 _TARGETS = {"v5e": "v5e", "v6e": "v6e", "v5p": "v5p", "tpu7x": "tpu7x", "cpu": "cpu"}
 _TARGETS |= {"a100": "sm_80", "a10g": "sm_86", "l4": "sm_89", "h100": "sm_90", "h200": "h200"}
-_TARGETS |= {"b200": "sm_100", "b300": "sm_103"}
+_TARGETS |= {"b200": "sm_100", "b300": "sm_103", "rtxpro6000": "sm_120"}
 # bfloat16 of a T4 is computed as float32.
 CHIPS = {
     **{name: _of_target(name, target) for name, target in _TARGETS.items()},
@@ -68,6 +68,7 @@ CHIPS = {
             ("l40s", "8.9", 44.39, 864e9, 362e12),
             ("t4", "7.5", 14.56, 320e9, 8.1e12),
             ("rtx4090", "8.9", 23.51, 1008e9, 165e12),
+            ("rtx5090", "12.0", 31.36, 1792e9, 209e12),
         )
     },
 }

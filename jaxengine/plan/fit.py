@@ -42,6 +42,8 @@ _KINDS = {
     "a10g": r"A10G",
     "t4": r"T4\b",
     "rtx4090": r"RTX 4090",
+    "rtx5090": r"RTX 5090",
+    "rtxpro6000": r"RTX PRO 6000",
 }
 
 

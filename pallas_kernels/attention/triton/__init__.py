@@ -1,1 +1,1 @@
-"""Pallas-Triton kernels: paged attention on Ampere and Ada, and sparse attention on these, Hopper and Blackwell."""
+"""Pallas-Triton kernels: paged attention on Ampere, Ada and RTX Blackwell, and sparse attention on all NVIDIA GPUs."""

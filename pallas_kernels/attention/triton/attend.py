@@ -1,5 +1,5 @@
-"""Paged attention on NVIDIA GPUs of compute capability 8.0 to 8.9 (Ampere, Ada): the registry's functions of kind
-"triton".
+"""Paged attention on NVIDIA GPUs of compute capability 8.0 to 8.9 and 12 (Ampere, Ada, RTX Blackwell): the registry's
+functions of kind "triton".
 
 Dispatches the public operation to the kernels of kernel.py. Attention that they do not support (`why_not`) goes to the
 XLA work list, which reads the same pool: [P, K, page_size * (H + Hv)] in its own dtype.
@@ -29,7 +29,7 @@ MAX_HEAD_DIM = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention on an Ampere or Ada card, a pytree."""
+    """Work list of one step's attention on such a card, a pytree."""
 
     items: DecodeItems  # of all new tokens
     tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
@@ -122,7 +122,7 @@ def ragged_paged_attention(
     biases: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the attention of queries over the pages of their sequences on an Ampere or Ada card: return o [T, N, Hv]
+    """Compute the attention of queries over the pages of their sequences on such a card: return o [T, N, Hv]
     in q's dtype and lse f32 [T, N].
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest, slopes

@@ -1,1 +1,1 @@
-"""Quantised products on Ampere and Ada GPUs, in Pallas-Triton."""
+"""Quantised products on Ampere, Ada and RTX Blackwell GPUs, in Pallas-Triton."""

@@ -1,4 +1,4 @@
-"""Quantised product on an Ampere or Ada GPU, in Pallas-Triton: codes are widened only in registers.
+"""Quantised product on an Ampere, Ada or RTX Blackwell GPU, in Pallas-Triton: codes are widened only in registers.
 
 A program multiplies a tile of rows with a tile of outputs. A step loads the codes of a few inputs of each output,
 packed as they are stored, widens them to bfloat16, which represents them exactly, and multiplies. The float32 sum of
@@ -43,7 +43,7 @@ def quantized_matmul(
     sizes: TritonProducts | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros on an Ampere or Ada GPU: return [M, out] in out_dtype.
+    """Multiply x [M, in] by codes * scales - zeros on such a GPU: return [M, out] in out_dtype.
     matmul.quantized.quantized_matmul has checked the arguments.
 
     XLA computes the product if the kernel does not support it (`why_xla`, rounded rows) or is slower for so many rows;

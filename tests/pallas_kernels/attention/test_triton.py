@@ -27,37 +27,39 @@ from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_pag
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.triton import attend
 from jaxengine.pallas_kernels.attention.xla.attend import log_once
-from jaxengine.pallas_kernels.cards import lowers_triton, plain_cards, plain_operations, why_no_kernels
+from jaxengine.pallas_kernels.cards import plain_cards, plain_operations, why_no_kernels
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
 from jaxengine.pallas_kernels.registry import platform_of
 from jaxengine.pallas_kernels.tuning import Tuning
+from tests.pallas_kernels.matmul.test_hopper import mesh_of
 from tests.pallas_kernels.selections import programs_of
 from tests.tables import each_row
 
 SPEC = AttentionSpec(8, 2, 128, 128, 0.1)
-PLATFORM = "gpu_triton"
+PLATFORM, MARK = "gpu_triton", "@__gpu$xla.gpu.triton"
+A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 
 
-def test_cards_of_ampere_and_ada_run_them_where_jax_lowers_them(monkeypatch):
+def test_cards_of_ampere_ada_and_rtx_blackwell_run_them(monkeypatch):
     def platforms() -> list[str]:
-        lowers_triton.cache_clear()
-        capabilities = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0")
+        capabilities = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
         return [platform_of(SimpleNamespace(platform="cuda", compute_capability=each)) for each in capabilities]
 
     found = {}
-    for release in ("0.10.2", "0.11.0", "0.12.0.1"):
+    for release in ("0.10.2", "0.11.1", "0.11.2", "0.12.0.1"):
         monkeypatch.setattr(cards, "version", lambda name, release=release: release)
         found[release] = platforms()
         with plain_cards():
             assert set(platforms()) == {"gpu_xla"}
-    assert why_no_kernels("8.9") == "jax 0.12.0.1 lowers no Triton kernels, 0.10 does"
-    assert why_no_kernels("12.0") == "compute capability 12.0"
-    assert {plain_operations(each) for each in ("9.0", "10.0", "10.3")} == {""}
-    assert {plain_operations(each) for each in ("8.9", "12.0")} == {"attention and quantised products"}
-    lowers_triton.cache_clear()
-    plain = ["gpu_xla"] * 4 + ["gpu", "gpu_blackwell", "gpu_blackwell", "gpu_xla"]
-    ours = ["gpu_xla", PLATFORM, PLATFORM, PLATFORM, *plain[4:]]
-    assert found == {"0.10.2": ours, "0.11.0": plain, "0.12.0.1": plain}
+    ours = ["gpu_xla", *[PLATFORM] * 3, "gpu", "gpu_blackwell", "gpu_blackwell", PLATFORM, PLATFORM]
+    plain = ["gpu_xla" if each == PLATFORM else each for each in ours]
+    assert found == {"0.10.2": ours, "0.11.1": plain, "0.11.2": ours, "0.12.0.1": ours}
+    assert {plain_operations(each) for each in ("8.9", "9.0", "10.0", "10.3", "12.0")} == {""}
+    assert plain_operations("7.5") == "attention and quantised products"
+    assert why_no_kernels("7.5") == "compute capability 7.5"
+    monkeypatch.setattr(cards, "version", lambda name: "0.11.1")
+    assert plain_operations("8.9") == "attention and quantised products"
+    assert why_no_kernels("8.9") == "jax 0.11.1 lowers Triton kernels for few cards, 0.11.2 and later for all"
 
 
 _POOL = KVSpec(4, 16, 2, 128, 128, "bfloat16")
@@ -136,7 +138,6 @@ def test_a_decode_loads_each_key_that_it_sees_once():
         assert loaded == 2 * np.sum(keys - before[name]), name
 
 
-@pytest.mark.skipif(not lowers_triton(), reason="this jax compiles Triton kernels while it lowers them")
 def test_they_lower_for_a_card():
     """To Triton modules in two custom calls, at the widths, groups, dtypes and pages that change their shapes."""
     for heads, dims, dtype, num_tokens, page_size in (
@@ -145,21 +146,23 @@ def test_they_lower_for_a_card():
         ((7, 1), (128, 128), "int8", 8, 64),
     ):
         spec = AttentionSpec(*heads, *dims, 0.1, soft_cap=30.0)
-        program = jax.jit(partial(ragged_paged_attention, spec=spec))
-        lowered = program.trace(*_arguments(spec, dtype, num_tokens, 64, page_size)).lower(lowering_platforms=("cuda",))
-        assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 2
+        arguments = _arguments(spec, dtype, num_tokens, 64, page_size)
+        assert _lowered(partial(ragged_paged_attention, spec=spec), arguments, A100).count(MARK) == 2
 
 
-def test_sparse_attention_lowers_for_hopper_where_jax_lowers_triton(monkeypatch, caplog):
-    """And is plain XLA elsewhere, which the log says."""
-    lowers = lowers_triton()
+def test_sparse_attention_lowers_for_hopper(monkeypatch, caplog):
+    """And is plain XLA where jax does not lower Triton kernels for every card, which the log says."""
     log_once.cache_clear()
     for function, arguments in programs_of("gpu"):
         monkeypatch.setattr(attend, "lowers_triton", lambda: False)
         assert "pallas_call" not in str(jax.make_jaxpr(partial(function))(*arguments))
-        assert "lowers no Triton kernels" in caplog.text
+        assert "lowers Triton kernels for few cards" in caplog.text
         monkeypatch.undo()
-        if lowers:
-            lowered = jax.jit(partial(function)).trace(*arguments).lower(lowering_platforms=("cuda",))
-            tiles = 2 if "select_" in str(function) else 1  # of single tokens and of runs
-            assert lowered.as_text().count("@__gpu$xla.gpu.triton") == tiles
+        tiles = 2 if "select_" in str(function) else 1  # of single tokens and of runs
+        assert _lowered(function, arguments, H100).count(MARK) == tiles
+
+
+def _lowered(function: Any, arguments: Any, card: str) -> str:
+    """Return the text of a program for a card, by name."""
+    with mesh_of(card):
+        return jax.jit(partial(function)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

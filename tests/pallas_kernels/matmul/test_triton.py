@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxengine.models.params.declare import ParamDecl, Source
 from jaxengine.models.weights.views.parts import order_of
-from jaxengine.pallas_kernels.cards import Card, card_of_trace, lowers_triton, plain_cards
+from jaxengine.pallas_kernels.cards import Card, card_of_trace, plain_cards
 from jaxengine.pallas_kernels.matmul.quantized import product_of, quantized_matmul
 from jaxengine.pallas_kernels.matmul.rounding import RoundedRows
 from jaxengine.pallas_kernels.matmul.triton.quantized import Shape, why_xla
@@ -38,9 +37,11 @@ CARDS = (
     "NVIDIA L40S",
     "NVIDIA GeForce RTX 4090",
     "NVIDIA RTX 6000 Ada Generation",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "NVIDIA GeForce RTX 5090",
+    "NVIDIA GB10",
 )
 HERE = card_of_trace()
-needs_lowering = pytest.mark.skipif(not lowers_triton(), reason="this jax compiles Triton kernels while it lowers them")
 
 
 @each_on_card(PRODUCTS, HERE is not None and HERE.triton)
@@ -51,8 +52,8 @@ def test_products_on_the_device(name):
 @each_row("kind", CARDS)
 def test_cards_are_known_by_their_names(kind):
     with mesh_of(kind):
-        assert card_of_trace() == Card(False, 114, triton=lowers_triton())
-        assert platform_rows() == PLATFORM_ROWS | ({"cuda": "gpu_triton"} if lowers_triton() else {})
+        assert card_of_trace() == Card(False, 114, triton=True)
+        assert platform_rows() == PLATFORM_ROWS | {"cuda": "gpu_triton"}
         assert tuning_of("gpu_triton").triton_products.num_ctas == 114
         with plain_cards():
             assert card_of_trace() == Card(False, 114)
@@ -122,7 +123,6 @@ def _program(kind: str, rows: int, *, rounded: bool = False, codes: str = "uint8
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@needs_lowering
 def test_they_lower_for_a_card(caplog):
     """To one Triton module; not for other cards, for rounded rows, or where XLA's product is as good or better."""
     mark, most = "@__gpu$xla.gpu.triton", TritonProducts().most_rows
@@ -131,7 +131,6 @@ def test_they_lower_for_a_card(caplog):
     assert mark not in _program(H100, 1) and mark not in _program(A100, 1, rounded=True)
 
 
-@needs_lowering
 def test_columns_of_codes_are_in_one_piece_but_for_experts():
     sharding: Any = SimpleNamespace(device_set=[SimpleNamespace(platform="gpu", compute_capability="8.0")])
     decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), transposed_on_gpu=True)
