@@ -69,15 +69,15 @@ _KINDS = {
 # which have to be tested on the device (pallas_kernels.proof).
 PLAIN_KINDS = frozenset((NATIVE, "cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
-    ("attention_schedule", "blackwell"): "attention.blackwell.attend",
-    ("attention_schedule", "hopper"): "attention.hopper.attend",
+    ("attention_schedule", "blackwell"): "attention.triton.blackwell",
+    ("attention_schedule", "hopper"): "attention.triton.hopper",
     ("attention_schedule", NATIVE): "attention.native.attend",
     ("attention_schedule", "tpu"): "attention.tpu.attend",
     ("attention_schedule", "triton"): "attention.triton.attend",
     ("attention_schedule", "xla"): "attention.xla.schedule",
     ("attention_schedule", UNPAGED): "attention.unpaged",
-    ("ragged_paged_attention", "blackwell"): "attention.blackwell.attend",
-    ("ragged_paged_attention", "hopper"): "attention.hopper.attend",
+    ("ragged_paged_attention", "blackwell"): "attention.triton.blackwell",
+    ("ragged_paged_attention", "hopper"): "attention.triton.hopper",
     ("ragged_paged_attention", NATIVE): "attention.native.attend",
     ("ragged_paged_attention", "tpu"): "attention.tpu.attend",
     ("ragged_paged_attention", "triton"): "attention.triton.attend",

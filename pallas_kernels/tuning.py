@@ -248,7 +248,8 @@ def tuning_of(platform: str) -> Tuning:
     if platform in ("gpu", "gpu_blackwell") and (card := card_of_trace()) is not None and card.num_sms:
         attention = replace(table.hopper_attention, num_ctas=card.num_sms)
         products = replace(table.hopper_products, num_ctas=card.num_sms)
-        table = replace(table, hopper_attention=attention, hopper_products=products)
+        beside = replace(table.triton_attention, num_ctas=2 * card.num_sms)
+        table = replace(table, hopper_attention=attention, hopper_products=products, triton_attention=beside)
     if platform in ("gpu", "gpu_blackwell"):  # 64 rows are those of a product of theirs
         table = replace(table, triton_attention=replace(table.triton_attention, selected_rows=64))
     return table

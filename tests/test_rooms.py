@@ -101,7 +101,7 @@ ROOMS = {
     "pallas_kernels.attention.blackwell": "pallas_kernels.attention.hopper",
     "pallas_kernels.attention.triton": (
         "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention pallas_kernels.attention.xla "
-        "pallas_kernels.attention.hopper"
+        "pallas_kernels.attention.hopper pallas_kernels.attention.blackwell"
     ),
     "pallas_kernels.proof": "pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.attention",
     "models.params": "sharding",

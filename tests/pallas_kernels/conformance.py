@@ -45,6 +45,7 @@ def compiled(implementation: Implementation, spec: AttentionSpec):
     @jax.jit
     def run(q, kv, batch, sinks, tree_mask, kv_limits):
         limits = {} if kv_limits is None else {"kv_limits": kv_limits}
+        limits |= {"kv_spec": kv.spec, "q_dtype": q.dtype}
         schedule = implementation.schedule(batch, spec, num_tokens=q.shape[0], page_size=kv.page_size, **limits)
         rest = {"slopes": jnp.asarray(slopes_of(spec))} if spec.has_slopes else {}
         if spec.bias_extent:

@@ -84,12 +84,13 @@ class Implementation:
 
     def kernels(self, case: Case, dtype: str) -> set[str]:
         """Names of the kernels of its own that attend a case; none where plain XLA does."""
-        if self.elsewhere is None or self.elsewhere(case, dtype) is not None:
+        if self.elsewhere is None:
             return set()
-        if self.platform == "gpu_triton":
-            return {"paged_attention_rows", "paged_attention_cuts"}
-        always, with_runs = _KERNELS[self.platform]
         on_mosaic = self.platform in ("gpu", "gpu_blackwell")
+        if (reason := self.elsewhere(case, dtype)) is not None or self.platform == "gpu_triton":
+            in_triton = (reason is None or on_mosaic) and _not_triton(case, dtype) is None
+            return {"paged_attention_rows", "paged_attention_cuts"} if in_triton else set()
+        always, with_runs = _KERNELS[self.platform]
         if on_mosaic and case.values_in_keys:
             return {"paged_attention_latent", "paged_attention_merge"}
         has_runs = case.num_tokens > case.max_seqs
@@ -180,6 +181,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
         "slopes": case.slopes,
         "biases": case.biases,
         "lookback": case.lookback,
+        "chunks": case.chunk is not None,
         "limits of keys": case.pictures,
         "a window on both sides": case.window is not None and not case.causal,
         "queries": dtype == "float32",

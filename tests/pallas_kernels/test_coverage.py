@@ -121,14 +121,15 @@ def test_what_kernels_leave_to_xla_is_known(platform):
     if platform.platform == "tpu":
         assert left == everywhere
         return
+    assert left == {"tree chain", "tree branches", "latent codes"} | {case.name for case in PICTURES} | everywhere
     wide = "production 8/1 heads of 256, pages of 64, float8_e4m3fn"
-    of_pictures = {case.name for case in PICTURES} | {"window on both sides"}
-    assert (
-        left
-        == {"tree chain", "tree branches", "dims (192, 128)", "page size 48", wide, "latent codes"}
-        | of_pictures
-        | everywhere
-    )
+    in_triton = {
+        case.name
+        for one, case, dtype in on_device(platform)
+        if dtype == "bfloat16" and "paged_attention_rows" in one.kernels(case, dtype)
+    }
+    chunks = {case.name for case in ATTENTION if case.chunk is not None and not case.lookback}
+    assert in_triton == {"dims (192, 128)", "page size 48", "window on both sides", wide} | chunks
 
 
 def test_a_silent_fallback_fails():
@@ -146,8 +147,8 @@ def test_a_silent_fallback_fails():
         check_runs_kernels(case, "bfloat16", fallen)
     decodes = replace(case, num_tokens=4, q_lens=(1, 1, 1, 1))
     check_runs_kernels(decodes, "bfloat16", MOSAIC_GPU)
-    partly = replace(MOSAIC_GPU, elsewhere=lambda case, dtype: "said to be left to XLA")
-    with pytest.raises(AssertionError, match=r"'paged_attention_merge'\], not \[\]"):
+    partly = replace(MOSAIC_GPU, elsewhere=lambda case, dtype: "said to be left to Triton")
+    with pytest.raises(AssertionError, match=r"'paged_attention_merge'\], not \['paged_attention_cuts'"):
         check_runs_kernels(decodes, "bfloat16", partly)
 
 

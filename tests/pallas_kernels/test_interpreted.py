@@ -130,6 +130,9 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("hopper_product", BLACKWELL.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", BLACKWELL.name, name) for name in hopper_products.QUICK_GROUPS])
     groups.append([("attention", BLACKWELL_ATTENTION.name, "mixed", "bfloat16", "needle")])  # has all of its kernels
+    # What these cards run in Triton.
+    groups.append([("attention", MOSAIC_GPU.name, "dims (192, 128)", "bfloat16", "needle")])
+    groups.append([("attention", BLACKWELL_ATTENTION.name, "chunks of 45", "bfloat16", "needle")])
     return [group for group in groups + _ALWAYS if group]
 
 
