@@ -32,8 +32,9 @@ from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
 from jaxengine.pallas_kernels.tuning import Tuning
 
 PLATFORM, KERNEL = "gpu_triton", "paged_attention_rows"
-NUM_PAGES = 1 << 16  # a pool of more than 4 GiB: offsets take 64 bits
-# Query heads, KV heads, their width, dtype of the pool, and further fields of AttentionSpec.
+NUM_PAGES = 1 << 17  # a pool of more than 4 GiB: offsets take 64 bits
+# Query heads, KV heads, their width, dtype of the pool, and further fields of AttentionSpec. A latent's first
+# LATENT_VALUE elements are its value.
 SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     "32/8 heads of 128": (32, 8, 128, "bfloat16", {}),
     "32/8 heads of 128, soft cap": (32, 8, 128, "bfloat16", {"soft_cap": 50.0}),
@@ -44,7 +45,11 @@ SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     "32/32 heads of 96": (32, 32, 96, "bfloat16", {}),
     "16/8 heads of 256": (16, 8, 256, "bfloat16", {}),
     "16/8 heads of 256, e4m3": (16, 8, 256, "float8_e4m3fn", {}),
+    "128 heads, latents of 512 and 64": (128, 1, 576, "bfloat16", {"values_in_keys": True}),
+    "16 heads, latents of 512 and 64": (16, 1, 576, "bfloat16", {"values_in_keys": True}),
+    "16 heads, latents of 512 and 64, e4m3": (16, 1, 576, "float8_e4m3fn", {"values_in_keys": True}),
 }
+LATENT_VALUE = 512
 OF_STEPS = ("decode 64 x 2,048", "prefill 1 x 2,048")
 _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers")
@@ -85,22 +90,25 @@ def measure(target: str, shape: str, step: str) -> dict[str, Any]:
     """
     lengths, num_tokens, num_seqs = STEPS[step]
     num_heads, num_kv_heads, width, dtype, options = SHAPES[shape]
+    latent = options.get("values_in_keys", False)
+    value = LATENT_VALUE if latent else width
     batch, spec = (
         batch_of(lengths, num_tokens, num_seqs),
-        AttentionSpec(num_heads, num_kv_heads, width, width, width**-0.5, **options),
+        AttentionSpec(num_heads, num_kv_heads, width, value, width**-0.5, **options),
     )
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE_SIZE, "platform": PLATFORM, "tuning": Tuning()}
     plan = partial(attention_schedule, spec=spec, **sizes)
     found = find_target(target)
     mesh = Mesh(np.array(target_devices(found)[:1]), ("devices",))
     place = NamedSharding(mesh, PartitionSpec())
-    pool = KVSpec(NUM_PAGES, PAGE_SIZE, num_kv_heads, width, width, dtype)
+    pool = KVSpec(NUM_PAGES, PAGE_SIZE, num_kv_heads, width, value, dtype, values_in_keys=latent)
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, width), jnp.bfloat16)
     arguments = q, jax.eval_shape(partial(alloc, pool, platform=PLATFORM)), batch, jax.eval_shape(plan, batch)
     there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
 
     def attend(q, kv, batch, schedule):
-        return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule)
+        rest = {"q_rest": q[..., value:]} if latent else {}
+        return ragged_paged_attention(q[..., :value], kv, batch, spec=spec, schedule=schedule, **rest)
 
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
         lowered = jax.jit(attend).trace(*there).lower(lowering_platforms=("cuda",))

@@ -199,7 +199,6 @@ def _not_blackwell(case: Case, dtype: str) -> str | None:
 def _not_triton(case: Case, dtype: str) -> str | None:
     pool_dtype = case.pool_dtype(dtype)
     reasons = {
-        "latents": case.values_in_keys,
         "tree mask": case.tree is not None,
         "slopes": case.slopes,
         "biases": case.biases,

@@ -121,7 +121,7 @@ def test_what_kernels_leave_to_xla_is_known(platform):
     if platform.platform == "tpu":
         assert left == everywhere
         return
-    assert left == {"tree chain", "tree branches", "latent codes"} | {case.name for case in PICTURES} | everywhere
+    assert left == {"tree chain", "tree branches"} | {case.name for case in PICTURES} | everywhere
     wide = "production 8/1 heads of 256, pages of 64, float8_e4m3fn"
     in_triton = {
         case.name
@@ -129,7 +129,7 @@ def test_what_kernels_leave_to_xla_is_known(platform):
         if dtype == "bfloat16" and "paged_attention_rows" in one.kernels(case, dtype)
     }
     chunks = {case.name for case in ATTENTION if case.chunk is not None and not case.lookback}
-    assert in_triton == {"dims (192, 128)", "page size 48", "window on both sides", wide} | chunks
+    assert in_triton == {"dims (192, 128)", "page size 48", "window on both sides", "latent codes", wide} | chunks
 
 
 def test_a_silent_fallback_fails():

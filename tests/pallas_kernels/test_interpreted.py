@@ -52,6 +52,7 @@ TRITON_FEATURES = (
     "codes of decodes",
     "production 4/2 heads of 256, pages of 256",
     "split decodes",
+    "latent mixed",
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
 TRITON_SELECTIONS = ("keys, mixed, with sinks", "keys of decodes, near each other", "blocks, mixed")

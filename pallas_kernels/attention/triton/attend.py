@@ -2,12 +2,13 @@
 functions of kind "triton".
 
 Dispatches the public operation to the kernels of kernel.py. Attention that they do not support (`why_not`) goes to the
-XLA work list, which reads the same pool: [P, K, page_size * (H + Hv)] in its own dtype.
+XLA work list, which reads the same pool: [P, K, page_size * (H + Hv)] in its own dtype, or page_size * H elements a
+page where values are the first elements of keys (latents).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 512  # of a value that lies in a key; up to MAX_HEAD_DIM elements of the key follow it
 
 
 @jax.tree_util.register_dataclass
@@ -40,18 +42,21 @@ def why_not(
 ) -> str | None:
     """Return the reason why the kernels do not support an attention, which XLA then computes; None if they support it.
 
-    Not supported: values in keys, head dims that are not multiples of 8 or above MAX_HEAD_DIM, more query heads per kv
-    head than `most_rows`, tree masks, slopes and biases by distance, queries other than bfloat16 and float16, token
-    scales, pools of a dtype outside KV_DTYPES, and two-byte pools of another dtype than the queries.
+    Not supported: head dims that are not multiples of 8 or above MAX_HEAD_DIM (of latents, values above MAX_LATENT_DIM,
+    or keys that are as wide), more query heads per kv head than `most_rows` without latents, tree masks, slopes and
+    biases by distance, queries other than bfloat16 and float16, token scales, pools of a dtype outside KV_DTYPES, and
+    two-byte pools of another dtype than the queries.
 
     q_dtype, kv: None if not known yet (a schedule is built before them); conditions on either are then not checked.
     tree_mask: whether there is one.
     """
     if spec.values_in_keys:
-        return "values that lie in keys"
-    if spec.head_dim % 8 or spec.v_head_dim % 8 or max(spec.head_dim, spec.v_head_dim) > MAX_HEAD_DIM:
+        rest = spec.head_dim - spec.v_head_dim
+        if rest % 8 or spec.v_head_dim % 8 or not 0 < rest <= MAX_HEAD_DIM or spec.v_head_dim > MAX_LATENT_DIM:
+            return f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
+    elif spec.head_dim % 8 or spec.v_head_dim % 8 or max(spec.head_dim, spec.v_head_dim) > MAX_HEAD_DIM:
         return f"head dims {spec.head_dim}/{spec.v_head_dim} are not multiples of 8 up to {MAX_HEAD_DIM}"
-    if spec.group_size > most_rows(spec):
+    elif spec.group_size > most_rows(spec):
         return f"{spec.group_size} query heads per kv head are more than {most_rows(spec)}"
     if tree_mask:
         return "a tree mask"
@@ -102,8 +107,10 @@ def attention_schedule(
     `kv_limits` is given. Arguments are those of attention.op.attention_schedule, which has checked them.
     """
     if kv_limits is None and why_not(spec, q_dtype, kv_spec) is None:
-        sizes = {"num_tokens": num_tokens, "page_size": page_size, "most_rows": most_rows(spec)}
-        return Schedule(row_items(batch, spec, tuning.triton_attention, **sizes), tuning)
+        own = tuning.triton_attention
+        most = own.selected_rows if spec.values_in_keys else most_rows(spec)
+        sizes = {"num_tokens": num_tokens, "page_size": page_size, "most_rows": most}
+        return Schedule(row_items(batch, _tiled(spec, most), own, **sizes), tuning)
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
 
@@ -144,8 +151,21 @@ def ragged_paged_attention(
     assert isinstance(schedule, Schedule)
     items, ones = schedule.items, jnp.ones((spec.num_kv_heads,), jnp.float32)
     k_scale = spec.sm_scale * (ones if kv.k_scale is None else kv.k_scale)
-    scales = k_scale, ones if kv.v_scale is None else kv.v_scale
+    v_scale = kv.k_scale if spec.values_in_keys else kv.v_scale
+    scales = k_scale, ones if v_scale is None else v_scale
     sinks = jnp.full((spec.num_q_heads,), -jnp.inf) if sinks is None else sinks
-    shape = Shape(spec, kv.page_size, items.row_tokens.shape[1], q.dtype)
     sizes = schedule.tuning.triton_attention
-    return rows_attention(q, kv.data, batch.page_table, scales, sinks, items, shape, sizes, interpret)
+    tiled = _tiled(spec, sizes.selected_rows if spec.values_in_keys else most_rows(spec))
+    tiles = tiled.num_kv_heads // spec.num_kv_heads
+    shape = Shape(tiled, kv.page_size, items.row_tokens.shape[1], q.dtype, tiles)
+    queries = (q,) if q_rest is None else (q, q_rest)
+    return rows_attention(queries, kv.data, batch.page_table, scales, sinks, items, shape, sizes, interpret)
+
+
+def _tiled(spec: AttentionSpec, most: int) -> AttentionSpec:
+    """Return `spec` with every tile of query heads as a KV head: the fewest equal tiles of at most `most` heads into
+    which the query heads of a KV head can be cut.
+    """
+    least = -(-spec.group_size // most)
+    tiles = next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
+    return replace(spec, num_kv_heads=spec.num_kv_heads * tiles)

@@ -7,12 +7,17 @@ log-sum-exp, in order, so that the result is the same on every run. Queries, pag
 place, without copies into another layout. A prefill is cut into rows as well: each fills the tile of a tensor-core
 product and reads its keys from the L2 cache.
 
+Latents (values that are the first columns of keys) are read once, for both products; the other columns of a key meet
+an operand of queries of their own. Query heads that are too many for one program are tiles, which count as KV heads.
+
 Triton requires powers of two, so shapes are padded to them by masks: masked elements are neither read nor written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +39,7 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
     DecodeItems,
 )
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
-from jaxengine.pallas_kernels.triton import padded, widened
+from jaxengine.pallas_kernels.triton import LEAST, padded, widened
 from jaxengine.pallas_kernels.tuning import TritonAttention
 
 LOG2E = 1.4426950408889634
@@ -43,20 +48,30 @@ NARROW = 128  # widest head whose blocks are 64 keys and 64 rows of queries; tho
 
 
 def most_rows(spec: AttentionSpec) -> int:
-    """Return the most query rows, and the number of keys, that a program multiplies at a time: 64, or 32 if a head dim
-    of `spec` is above NARROW. With two blocks of keys these fit the shared memory of Ada, 99 KiB.
+    """Return the most query rows that share keys in a program, and the number of keys that it has at a time: 64, or 32
+    if a head dim of `spec` is above NARROW. With two blocks of keys these fit the shared memory of Ada, 99 KiB.
     """
     return DECODE_KEYS if max(spec.head_dim, spec.v_head_dim) <= NARROW else DECODE_KEYS // 2
 
 
+def keys_at_once(spec: AttentionSpec, dtype: Any) -> int:
+    """Return the number of keys of a pool of `dtype` that a program multiplies at a time: `most_rows`, or half as many
+    of latents in one-byte codes, which are widened in registers and stored for the second product.
+    """
+    return most_rows(spec) // (2 if spec.values_in_keys and jnp.dtype(dtype).itemsize == 1 else 1)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Static shape parameters of the kernels. `spec` counts the heads that this device holds."""
+    """Static shape parameters of the kernels. `spec` counts the heads that this device holds, and each tile of query
+    heads as a KV head.
+    """
 
     spec: AttentionSpec
     page_size: int  # tokens of a page
     tokens: int  # most new tokens of a row
     dtype: Any  # of queries, results and operands of products
+    tiles: int = 1  # tiles of query heads that share a KV head of the pool
 
     @property
     def rows(self) -> int:
@@ -65,14 +80,20 @@ class Shape:
         """
         return padded(self.tokens * self.spec.group_size)
 
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Columns of a key that each operand of queries meets: the first one, and their number."""
+        key, value = self.spec.head_dim, self.spec.v_head_dim
+        return ((0, value), (value, key - value)) if self.spec.values_in_keys else ((0, key),)
+
 
 class _Refs(NamedTuple):
     """References that the first kernel (`_attend`) gets, in order: operands, initial results, results, partial
     results.
     """
 
-    q: Any  # [T, N, H]
-    pool: Any  # [P, K, page * (H + Hv)]
+    q: tuple[Any, ...]  # [T, N, columns] for each of Shape.parts
+    pool: Any  # [P, K, page * (H + Hv)], of latents page * H
     page_table: Any  # i32 [S, W]
     scale: Any  # f32 [K] factor of the products
     v_scale: Any  # f32 [K]
@@ -110,7 +131,7 @@ class _CutRefs(NamedTuple):
 
 
 def rows_attention(
-    q: jax.Array,
+    q: tuple[jax.Array, ...],
     pool: jax.Array,
     page_table: jax.Array,
     scales: tuple[jax.Array, jax.Array],
@@ -123,30 +144,30 @@ def rows_attention(
     """Compute the attention of the tokens in rows of `items`: return o [T, N, Hv] in q's dtype and lse f32 [T, N]; 0
     and -inf for other tokens.
 
-    q: [T, N, H]. pool: [P, K, page * (H + Hv)] of any dtype of attend.KV_DTYPES. page_table: i32 [S, W]. scales: two
+    q: [T, N, columns] for each of `shape.parts`. pool: [P, K, page * (H + Hv)], or page * H of latents, of any dtype of
+    attend.KV_DTYPES. page_table: i32 [S, W]. scales: two
     f32 [K], the factor of the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for a
     head without one. shape: static shape parameters. sizes: tile sizes. interpret: whether to run on the CPU. Calls two
     kernels: one over the items, then the merge of cut pairs.
     """
-    num_tokens, num_heads, _ = q.shape
+    num_tokens, num_heads, _ = q[0].shape
     rows, width = shape.rows, shape.spec.v_head_dim
     num_cuts = items.cuts.pairs.shape[0]
     parts = 2 * num_cuts  # a pair that n cuts fall into has n + 1 parts
     sinks = jnp.maximum(sinks * LOG2E, NOTHING)
-    results = _structs(q.dtype, (num_tokens, num_heads), width)
+    results = _structs(shape.dtype, (num_tokens, num_heads), width)
     partials = _structs(jnp.float32, (parts, rows), width)
-    empty = jnp.zeros(results[0].shape, q.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)
+    empty = jnp.zeros(results[0].shape, shape.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)
     o, lse, *partial = pl.pallas_call(
-        lambda *refs: _attend(shape, _Refs(*refs)),
+        lambda *refs: _attend(shape, _Refs(refs[: len(q)], *refs[len(q) :])),
         out_shape=(*results, *partials, partials[1]),
         grid=(items.items.shape[0],),
-        input_output_aliases={10: 0, 11: 1},
-        # With fewer warps the sums of 64 rows do not fit the registers.
-        compiler_params=plt.CompilerParams(num_warps=8 if rows > 32 else 4, num_stages=sizes.num_stages),
+        input_output_aliases={len(q) + 9: 0, len(q) + 10: 1},
+        compiler_params=_compiler_params(shape, sizes),
         interpret=interpret,
         name="paged_attention_rows",
     )(
-        *(q, pool, page_table, *scales, sinks),
+        *(*q, pool, page_table, *scales, sinks),
         *(items.items, items.pair_items, items.cuts.item_parts, items.row_tokens, *empty),
     )
     return tuple(
@@ -160,6 +181,15 @@ def rows_attention(
             name="paged_attention_cuts",
         )(*partial, items.cuts.pairs, items.cuts.bounds, items.row_tokens, scales[1], sinks, o, lse)
     )
+
+
+def _compiler_params(shape: Shape, sizes: TritonAttention) -> plt.CompilerParams:
+    """Return Triton's options of the first kernel. With fewer warps the sums of 64 rows, or of 32 of latents, do not
+    fit the registers; with more stages latents do not fit the shared memory of Ada.
+    """
+    if shape.spec.values_in_keys:
+        return plt.CompilerParams(num_warps=8 if shape.rows > LEAST else 4, num_stages=sizes.selected_stages)
+    return plt.CompilerParams(num_warps=8 if shape.rows > 32 else 4, num_stages=sizes.num_stages)
 
 
 def _structs(dtype: Any, shape: tuple[int, int], width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -180,10 +210,12 @@ def _attend(shape: Shape, refs: _Refs) -> None:
         lane = jnp.arange(rows, dtype=jnp.int32)
         index, query_head = lane // group, head * group + lane % group
         in_row = index < shape.tokens
-        token = plt.load(refs.row_tokens.at[pair // spec.num_kv_heads, index], mask=in_row, other=refs.q.shape[0])
-        live = token < refs.q.shape[0]
-        columns, q_mask = masked_columns(spec.head_dim, live)
-        q = plt.load(refs.q.at[token[:, None], query_head[:, None], columns], mask=q_mask, other=0)
+        token = plt.load(refs.row_tokens.at[pair // spec.num_kv_heads, index], mask=in_row, other=refs.o.shape[0])
+        live = token < refs.o.shape[0]
+        q = []
+        for operand, (_, width) in zip(refs.q, shape.parts, strict=True):
+            columns, mask = masked_columns(width, live)
+            q.append(plt.load(operand.at[token[:, None], query_head[:, None], columns], mask=mask, other=0))
         largest, total, acc = _softmax(shape, refs, item, q, index)
         part = refs.item_parts[item]
         columns, mask = masked_columns(spec.v_head_dim, live)
@@ -191,7 +223,7 @@ def _attend(shape: Shape, refs: _Refs) -> None:
         @pl.when(part < 0)
         def _():
             sink = plt.load(refs.sinks.at[query_head])
-            out, lse = _finished(largest, total, acc, sink, refs.v_scale[head])
+            out, lse = _finished(largest, total, acc, sink, refs.v_scale[head // shape.tiles])
             plt.store(refs.o.at[token[:, None], query_head[:, None], columns], out.astype(shape.dtype), mask=mask)
             plt.store(refs.lse.at[token, query_head], lse, mask=live)
 
@@ -206,13 +238,13 @@ def _softmax(shape: Shape, refs: _Refs, item, q, index):
     """Return the partial softmax of an item: maxima in base 2 and denominators, f32 [M] each, and sums of value codes
     f32 [M, padded Hv].
 
-    q: [M, padded H]. index: i32 [M], index in the item's row of the token of each query row. The item's blocks are read
-    from the pool; masked keys and slots that are not in use contribute nothing.
+    q: [M, padded columns] for each of `shape.parts`. index: i32 [M], index in the item's row of the token of each query
+    row. The item's blocks are read from the pool; masked keys and slots that are not in use contribute nothing.
     """
-    spec, page_size, num_keys = shape.spec, shape.page_size, most_rows(shape.spec)
+    spec, page_size, num_keys = shape.spec, shape.page_size, keys_at_once(shape.spec, refs.pool.dtype)
     seq, head = refs.items[item, DECODE_SEQ], refs.items[item, DECODE_HEAD]
     begin, end = refs.items[item, DECODE_BEGIN], refs.items[item, DECODE_END]
-    last, scale = (refs.items[item, DECODE_POSITION] + index)[:, None], refs.scale[head]
+    last, scale = (refs.items[item, DECODE_POSITION] + index)[:, None], refs.scale[head // shape.tiles]
 
     def attend_block(block, carry):
         largest, total, acc = carry
@@ -224,10 +256,14 @@ def _softmax(shape: Shape, refs: _Refs, item, q, index):
             page = refs.page_table[seq, jnp.minimum(block // (page_size // num_keys), last_column)]
         else:
             page = plt.load(refs.page_table.at[seq, key // page_size], mask=in_use, other=0)[:, None]
-        keys = tile_of(shape.dtype, refs.pool, page, head, offset[:, None] * spec.head_dim, spec.head_dim, in_use)
+
+        def tile(start, width: int):
+            return tile_of(shape.dtype, refs.pool, page, head // shape.tiles, start, width, in_use)
+
+        keys = [tile(offset[:, None] * spec.head_dim + column, width) for column, width in shape.parts]
         at = page_size * spec.head_dim + offset[:, None] * spec.v_head_dim
-        values = tile_of(shape.dtype, refs.pool, page, head, at, spec.v_head_dim, in_use)
-        products = plt.dot(q, keys, trans_b=True)
+        values = keys[0] if spec.values_in_keys else tile(at, spec.v_head_dim)
+        products = reduce(add, (plt.dot(rows, own, trans_b=True) for rows, own in zip(q, keys, strict=True)))
         logits = jnp.where(_seen(spec, key[None], last, begin, end), _logits(spec, products, scale), -jnp.inf)
         new_largest = jnp.maximum(largest, jnp.max(logits, axis=1))
         decay = jnp.exp2(largest - new_largest)
@@ -332,7 +368,7 @@ def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
         tokens = jnp.full((1,), token)
         columns, mask = masked_columns(spec.v_head_dim, tokens < refs.o.shape[0])
         sink = jnp.full((1,), refs.sinks[head])
-        o, lse = _finished(largest, total, acc, sink, refs.v_scale[kv_head])
+        o, lse = _finished(largest, total, acc, sink, refs.v_scale[kv_head // shape.tiles])
         plt.store(refs.o.at[token, head, columns], o.astype(shape.dtype), mask=mask)
         plt.store(refs.lse.at[tokens, head], lse, mask=tokens < refs.o.shape[0])
 

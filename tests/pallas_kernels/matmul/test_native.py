@@ -40,6 +40,7 @@ CASES = [
     (5, 128, 64, 2, "uint8", False, "bfloat16", "float32", True),  # two vectors of a group
     (1, 80, 128, 1, "bfloat16", False, "bfloat16", "float32", True),
     (2, 64, 128, 4, "uint8", False, "float32", "float32", True),  # groups of half a vector: XLA
+    (5, 48, 2304, 1, "bfloat16", False, "bfloat16", "float32", False),  # several strips of columns
 ]
 XLA = (5, 6, 12)  # of CASES
 

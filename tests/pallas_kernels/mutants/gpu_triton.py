@@ -19,6 +19,8 @@ _WINDOW, _BOTH_SIDES, _CHUNKS = _on("window 16"), _on("window on both sides"), _
 _SINKS, _CAP = _on("decode window and sinks"), _on("window, sinks and soft cap")
 _CODES, _E5M2, _CUT = _on("codes of decodes"), _on("fp8 e5m2 keys and values"), _on("split decodes")
 _SPLITS, _PARTS = (("splits", "triton"),), (("many_parts", "triton"),)
+_LATENTS, _TILES = _on("latent mixed"), _on("latent of many heads")
+_LATENT_CODES, _LATENT_HEADS = _on("latent codes"), _on("latent of two kv heads")
 _CODES_OF_BLOCKS = _on("production 8/1 heads of 192, pages of 64, float8_e4m3fn")
 
 MUTANTS = [
@@ -31,10 +33,7 @@ MUTANTS = [
         "offset[:, None] * spec.v",
         _ANY,
     ),
-    Mutant(
-        "keys of another head", _KERNEL, "head, offset[:, None] * spec.head", "0, offset[:, None] * spec.head", _ANY
-    ),
-    Mutant("values of another head", _KERNEL, "page, head, at, spec", "page, 0, at, spec", _ANY),
+    Mutant("heads of another's pages", _KERNEL, "refs.pool, page, head // shape", "refs.pool, page, 0 // shape", _ANY),
     Mutant("queries of another head", _KERNEL, "group, head * group + lane", "group, head + lane", _ANY),
     Mutant("last key dropped", _KERNEL, "seen = (key >= begin) & (key < end)", "seen = key < end - 1", _ANY),
     Mutant("causal off by one", _KERNEL, "(key <= last)", "(key < last)", _ANY),
@@ -74,5 +73,12 @@ MUTANTS = [
     Mutant("merge takes the next row's parts", _KERNEL, "part < end", "part <= end", _SPLITS),
     Mutant("maxima of another row", _KERNEL, "refs.largest.at[part, lane]", "refs.largest.at[part, 0]", _CUT),
     Mutant("parts over each other", _KERNEL, "refs.part_o.at[part, lane", "refs.part_o.at[0, lane", _CUT),
+    Mutant("rest of a latent dropped", _KERNEL, "(value, key - value)) if", "(0, key - value)) if", _LATENTS),
+    Mutant("latent of the next token", _KERNEL, "spec.head_dim + column", "spec.v_head_dim + column", _LATENTS),
+    Mutant("tile of heads of another", _DISPATCH, "spec.num_kv_heads * tiles)", "spec.num_kv_heads)", _TILES),
+    Mutant("tiles for heads of the pool", _KERNEL, "page, head // shape.tiles, start", "page, 0, start", _LATENT_HEADS),
+    Mutant(
+        "scale of latents' values dropped", _DISPATCH, "v_scale = kv.k_scale if", "v_scale = None if", _LATENT_CODES
+    ),
     Mutant("log-sum-exp in base 2", _KERNEL, "jnp.log2(divisor)) / LOG2E", "jnp.log2(divisor))", _ANY),
 ]

@@ -12,13 +12,18 @@ UNLESS = "" if find_spec("llvmlite") else "llvmlite is not installed"
 _SUMS, _CODE, _PRODUCT = (f"matmul/native/{name}" for name in ("sums", "code", "product"))
 # Of tests.pallas_kernels.matmul.test_native.CASES.
 _ONE, _PAIRS, _INT8, _, _BLOCKS, _SHORT, _NARROW, _BF16 = ((("native", "cpu", n),) for n in range(8))
-_TABLE, _TOKENS, _VECTORS, _TABLE_BF16, _HALF = ((("native", "cpu", n),) for n in range(8, 13))
+_TABLE, _TOKENS, _VECTORS, _TABLE_BF16, _HALF, _STRIPS = ((("native", "cpu", n),) for n in range(8, 14))
 
 
 MUTANTS = [
     Mutant("eight is no negative code", _SUMS, "16 * (code > 7)", "16 * (code > 8)", _ONE),
     Mutant("codes without a sign", _SUMS, "b.ashr(left", "b.lshr(left", _INT8),
-    Mutant("odd inputs as even ones", _SUMS, "4 * each), (4 * i,)", "4 * each), (0,)", _ONE),
+    Mutant("odd inputs as even ones", _SUMS, "stay.get((each, index * inputs + i))", "stay.get((each, 0))", _ONE),
+    Mutant("sums of the lines before dropped", _SUMS, '("==", line, I64(0))', '(">=", line, I64(0))', _ONE),
+    Mutant("lines after the last eight left out", _SUMS, "(1, most, panel_lines)", "(1, most, most)", _BF16),
+    Mutant("columns after a strip left out", _SUMS, "loop(begin, end, strip)", "loop(begin, I64(1), strip)", _STRIPS),
+    Mutant("lines of the first panel", _SUMS, 'b.total((panel, own["panel"]), (line,))', "line", _ONE),
+    Mutant("sums of tiles in one place", _SUMS, "rows, held, b.sub(column, begin)", "rows, held, I64(0)", _BLOCKS),
     Mutant("bytes of a pair exchanged", _SUMS, "each, own = divmod", "own, each = divmod", _ONE),
     Mutant("low half of a bfloat16 word kept", _SUMS, "each_lane(-65536)", "each_lane(-1)", _BF16),
     Mutant("even columns of bfloat16 not moved", _SUMS, "b.shl(both", "b.lshr(both", _BF16),
