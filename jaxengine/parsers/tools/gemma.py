@@ -88,7 +88,9 @@ def starts(name: str, words: GemmaWords) -> Iterator[tuple[str, ...]]:
 
 
 class GemmaToolParser(StateParser):
-    """Parser of calls. functions: schemas of arguments, by function name; words: the format's."""
+    """Parser of the calls of one output of Gemma. functions: schemas of arguments, by function name. words: the
+    format's.
+    """
 
     def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], words: GemmaWords):
         super().__init__(new_id)
