@@ -367,5 +367,6 @@ class RerankRequest(PairsBody):
         """
         found = [each if isinstance(each, str) or "content" in each else each.get("text") for each in self.documents]
         if not found or not all(isinstance(text, (str, dict)) and text for text in found):
-            raise RequestError("documents must be texts, or objects with a text, none of them empty", param="documents")
+            problem = "documents must be texts, or objects with a text, none of them empty, got"
+            raise RequestError(f"{problem} {show_value(self.documents)}", param="documents")
         return [each for each in found if each is not None]
