@@ -267,14 +267,3 @@ class GemmaToolParser(StateParser):
         assert self._arguments is not None
         self._arguments.end_value(closed=True)
         self._word, self._state = [], self._in_name
-
-    def _after_call(self, text: str, at: int) -> int:
-        """Process text after a call, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from the index `at`; returns the index after the last character read.
-        """
-        at, found = self._closing.read(text, at)
-        if found is not None:
-            self._state = self._content
-        if found is False:
-            self._content(self._closing.held, 0)
-        return at
