@@ -54,7 +54,7 @@ class MiniMaxM3TowerConfig(TowerConfig):
       patch_size, temporal_patch_size: pixels of a patch's side, and frames of a patch.
       spatial_merge_size: rows and columns of patches that become one row.
       rope_theta: base of the rotary frequencies.
-      projector_size: outputs of the first product of both MLPs behind the layers.
+      projector_size: outputs of the first product of both MLPs after the layers.
     """
 
     hidden_size: int

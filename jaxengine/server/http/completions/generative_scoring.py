@@ -31,7 +31,7 @@ from jaxengine.server.http.request.protocol import HINTS, NamedRequest, usage
 
 
 class GenerativeScoringRequest(NamedRequest):
-    """A query, items, and the tokens whose probabilities behind them are asked for.
+    """A query, items, and the tokens whose probabilities after them are asked for.
 
     Attributes:
       query: a text or a list of token ids.
@@ -174,7 +174,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/generative_scoring", response_class=Response)
     @answers(GenerativeScores)
     async def score_items(body: GenerativeScoringRequest, request: Request) -> Response:
-        """Score items by the probability of a label token behind each of them; fail as a whole if one cannot be scored.
+        """Score items by the probability of a label token after each of them; fail as a whole if one cannot be scored.
         Raises RequestError, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
         """
         model, lora = await choose_model(engine, body.model, names)

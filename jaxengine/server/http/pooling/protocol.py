@@ -90,7 +90,7 @@ class InputBody(PoolingBody):
     @model_validator(mode="after")
     def _check_input(self) -> Self:
         """Return this request after checking it. Raises RequestError unless it has either input or messages, for fields
-        of messages beside input, and for add_generation_prompt together with continue_final_message.
+        of messages with input, and for add_generation_prompt together with continue_final_message.
         """
         if (self.input is None) == (self.messages is None):
             problem = "input is missing" if self.input is None else "input and messages are both given"
