@@ -42,7 +42,7 @@ _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
     """Sizes of an encoder: S positions of a window, half as many as it has frames; F bins; D elements; layers, heads
-    and inner elements of the MLPs, and a name of jaxengine.models.vision.base.layers.ACTIVATIONS for these.
+    and inner elements of the MLPs, and a name of jaxengine.models.layers.base.activations.ACTIVATIONS for these.
     """
 
     num_positions: int

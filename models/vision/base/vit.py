@@ -40,7 +40,7 @@ class VitConfig:
         VitLayer.
       head_dim: elements of a head; None for hidden_size / num_heads.
       num_kv_heads: heads of keys and values, which num_heads is a multiple of; None for num_heads.
-      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
+      activation: a name of jaxengine.models.layers.base.activations.ACTIVATIONS.
     """
 
     hidden_size: int
