@@ -81,7 +81,7 @@ NOT_BUILT: dict[str, str] = {
     "config": "jaxengine.EngineArgs has all options; dicts of fields do for those with structure",
     "config.KVTransferConfig": "kv_transfer_config takes a dict of its fields",
     "config.kv_transfer": "kv_transfer_config takes a dict of its fields",
-    "distributed": "exchanges between devices are XLA's; transfers of KV caches and weights are not built",
+    "distributed": "exchanges of devices are XLA's; kv_transfer_config hands KV pages over, update_weights weights",
     "engine": _SEE,
     "entrypoints": "jaxengine serve runs the server; jaxengine.server.ray_serve runs it in Ray Serve",
     "env_override": "no engine option is read from the environment",

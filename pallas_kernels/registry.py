@@ -184,6 +184,8 @@ _ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", 
 # Modules with `group_step` and `multiplied_rows`, which describe how a platform's grouped kernels lay out rows.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
+# Platforms of devices -> the platform whose rows their matrix products use, if it is another one.
+PRODUCT_PLATFORMS = {"gpu_blackwell": "gpu"}
 # For each jax platform, the platform whose rows are used by operations that are chosen at compilation. All CUDA cards
 # share one, except those with Triton kernels.
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
@@ -404,8 +406,8 @@ def platform_of(device: Any) -> str:
 
 
 def product_platform_of(device: Any) -> str:
-    """Return the platform whose matrix products a jax device runs. It is `platform_of` the device, except for Blackwell
-    cards, which share the rows of "gpu". Raises ValueError for a kind of device that has no platform.
+    """Return the platform whose matrix products a jax device runs: `platform_of` the device, or the one in
+    PRODUCT_PLATFORMS. Raises ValueError for a kind of device that has no platform.
     """
     platform = platform_of(device)
-    return "gpu" if platform == "gpu_blackwell" else platform
+    return PRODUCT_PLATFORMS.get(platform, platform)

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxengine.pallas_kernels.registry import PLATFORMS, has_machine_code, is_kernel, kernel_kind, kernel_rows
+from jaxengine.pallas_kernels.registry import (
+    PLATFORMS,
+    PRODUCT_PLATFORMS,
+    has_machine_code,
+    is_kernel,
+    kernel_kind,
+    kernel_rows,
+)
 
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 _PLATFORMS = {
@@ -91,6 +98,8 @@ def operation_rows() -> Iterator[str]:
 
 def _runs(op: str, platform: str) -> str:
     """Return what runs an operation on a platform: "kernel", "machine code", "XLA" or, where nothing does, a dash."""
+    if op.endswith("matmul"):
+        platform = PRODUCT_PLATFORMS.get(platform, platform)
     if kernel_kind(op, platform) is None:
         return _NONE
     if has_machine_code(op, platform):

@@ -207,11 +207,9 @@ family, on the recorded checkpoints. Quantised checkpoints are supported too: [Q
 **Weights** are read from safetensors (one or several files; MXFP4 in gpt-oss), from GGUF (one or several files, [all
 types](quantization.md#gguf-files) that weights are stored in; dequantised at load, or kept as stored with
 `quantization="gguf"`), or from the output of `jaxengine convert`. Models run in float32 or bfloat16, also with
-[quantised weights](quantization.md) and [adapters](lora.md). Families with a vision tower take [images and
-videos](media.md), but for Gemma 3n, EXAONE 4.5, Step 3.7 and North Micro Vision, which read text alone. Whisper, Cohere
-Transcribe and Moonshine transcribe [sounds](audio.md); Qwen2-Audio, Voxtral, Qwen3-ASR, Audio Flamingo 3, GLM-ASR,
-Granite Speech, Nemotron-H Omni, Gemma 4's small models and the thinkers of Qwen2.5-Omni and Qwen3-Omni take them in
-their prompts.
+[quantised weights](quantization.md) and [adapters](lora.md). A family with a vision tower takes [images and
+videos](media.md#processing), unless its row says that it is served as text or that its text part alone is read.
+[Sounds](audio.md) says which models transcribe and which take sounds in prompts.
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
 keys that its indexer selects, and MiniMax M3's the blocks of keys, in [kernels](kernels.md) on TPUs and on

@@ -41,7 +41,7 @@ def bodies() -> dict[str, bytes]:
 
 
 def _seconds(read: Callable[[bytes], object], body: bytes, repeats: int) -> float:
-    """Return the thread's least CPU seconds of `repeats` calls of `read` with `body`."""
+    """Return the CPU seconds of this thread in the fastest of `repeats` calls of `read` with `body`."""
     times = []
     for _ in range(repeats):
         start = time.thread_time()

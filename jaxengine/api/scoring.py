@@ -47,11 +47,9 @@ def params_for(
     """
     each: Any = [params or PoolingParams()] * count if params is None or isinstance(params, PoolingParams) else params
     if not isinstance(each, Sequence) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
-        raise RequestError(
-            f"pooling_params must be one PoolingParams or one for each of the {count} prompts",
-            param="pooling_params",
-            value=params,
-        )
+        given = len(each) if isinstance(each, list | tuple) and len(each) != count else show_value(each)
+        problem = f"pooling_params must be one PoolingParams or one for each of the {count} prompts, got {given}"
+        raise RequestError(problem, param="pooling_params", value=params)
     keep = truncate_prompt_tokens
     return [
         replace(
@@ -75,7 +73,8 @@ def pairs_of(
     first, second = ([each] if isinstance(each, (str, Mapping)) else each for each in (data_1, data_2))
     for name, texts in zip(names, (first, second), strict=True):
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str | Mapping) for text in texts):
-            raise RequestError(f"{name} must be a text or a list of texts, none of them empty", param=name)
+            problem = f"{name} must be a text or a list of texts, none of them empty, got {show_value(texts)}"
+            raise RequestError(problem, param=name, value=texts)
     first, second = (
         [content_of(each, name, reader) for each in texts] for name, texts in zip(names, (first, second), strict=True)
     )

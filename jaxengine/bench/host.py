@@ -69,8 +69,8 @@ def _window(text: str) -> int | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure each number of sequences in args.num_seqs; print the figures, write them to the --json file, and return
-    0.
+    """Measure the host's time per step (`measure`) for each number of sequences in args.num_seqs, print the figures,
+    write them to the --json file, and return 0.
     """
     from jaxengine.results import table, write_json
 

@@ -107,7 +107,13 @@ class StagePlan(NamedTuple):
 
 
 class Compiler:
-    """Compiler of a request's programs, one after another."""
+    """Compiler of a request's programs, one after another.
+
+    Attributes:
+      request: what to compile.
+      target: device that programs are compiled for.
+      stages: pipeline stages with the layers to compile.
+    """
 
     def __init__(self, request: CompileRequest, reply: Reply):
         """Read the model's configuration and open its stages on the target's devices.

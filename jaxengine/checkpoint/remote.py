@@ -147,7 +147,7 @@ class RemoteFolder:
             file = RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
             pieces = (self._read(name, partial(file.fetch, at)) for at in range(0, size, _RANGE_BYTES))
         if size > _MOST_BYTES:
-            raise ModelFileError(f"{self.url}/{name}", f"must be at most {_MOST_BYTES} bytes")
+            raise ModelFileError(f"{self.url}/{name}", f"must be at most {_MOST_BYTES} bytes, got {size}")
         yield from pieces
 
     def _read(self, name: str, function: Callable[[], T]) -> T:

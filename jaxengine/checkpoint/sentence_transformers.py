@@ -273,7 +273,9 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
         allowed = f"at most {_MAX_PROMPTS} texts of at most {_MAX_PROMPT_CHARS} characters, by name"
         raise ModelFileError(folder / PROMPTS, f"prompts must be {allowed}")
     if default is not None and (not isinstance(default, str) or default not in prompts):
-        raise ModelFileError(folder / PROMPTS, f"default_prompt_name must be one of {', '.join(prompts)}")
+        allowed = ", ".join(prompts) or "the names in prompts"
+        text = f"default_prompt_name must be one of {allowed}, got {str(default)[:100]}"
+        raise ModelFileError(folder / PROMPTS, text)
     return prompts, default
 
 
@@ -321,7 +323,7 @@ def _read_input(folder: Path) -> tuple[int | None, bool]:
     if lower is not None and type(lower) is not bool:
         raise ModelFileError(folder / file, f"do_lower_case must be true, false or null, got {str(lower)[:100]}")
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise ModelFileError(folder / file, "max_seq_length must be an integer >= 1 or null")
+        raise ModelFileError(folder / file, f"max_seq_length must be an integer >= 1 or null, got {str(longest)[:100]}")
     if longest is None:
         limit = (read_object(folder, TOKENIZER) or {}).get("model_max_length")
         longest = limit if type(limit) is int and limit >= 1 else None

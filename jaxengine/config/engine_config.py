@@ -123,8 +123,7 @@ class EngineConfig(
         are stored; otherwise they are dequantised.
       kv_cache_dtype: dtype of the KV pages; "auto" uses the checkpoint's, or else dtype. "fp8" means "fp8_e4m3". "fp8"
         and "int8" have a scale per layer and KV head. "int8_per_token_head" and "fp8_per_token_head" have a scale per
-        token and KV head, which needs no calibration; they run on CPUs, and on GPUs without attention kernels of their
-        own.
+        token and KV head, which needs no calibration; they run on CPUs and, as plain XLA, on GPUs other than Hopper.
       kv_cache_scales: scales of an 8-bit KV cache: a file from `jaxengine calibrate`; "calibrate" to measure them on
         random tokens at start-up; "unit" for 1; "auto" uses the checkpoint's, or else measures them.
       seed: seed of everything random that has no seed of its own.

@@ -341,7 +341,7 @@ class InputProcessor:
         if isinstance(token_ids, np.ndarray):
             token_ids = token_ids.tolist()
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)) or not token_ids:
-            problem = "prompt_token_ids must be a list of at least one token id"
+            problem = f"prompt_token_ids must be a list of at least one token id, got {show_value(token_ids)}"
             raise RequestError(problem, param="prompt_token_ids", value=token_ids)
         ids = list(token_ids)
         for index, token_id in enumerate(ids):

@@ -246,7 +246,7 @@ def _checked_part(part: Any, where: str) -> dict[str, Any]:
     """Check a content part, and return it as {"type": "text", "text": ...}, as {"type": ...} for one of MEDIA_TYPES, or
     as {"type": "thinking", "thinking": text, "closed": bool}, True by default, or as {"type": "language", "language":
     text}. A plain text and a refusal become text parts. where: path of the part in errors. Raises RequestError for an
-    invalid part; a part of MEDIA_TYPES with a field beside "type" is one.
+    invalid part; a part of MEDIA_TYPES with a field in addition to "type" is one.
     """
     if isinstance(part, str):
         return {"type": "text", "text": str.__str__(part)}

@@ -164,7 +164,7 @@ class Tokenizer:
 
     def places(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
         """Return the token ids of `encode` and for each token the numbers of its first character in the text and of the
-        one behind it, (0, 0) for a special token that was added; None instead of these if lower-casing (`lowers`)
+        one after it, (0, 0) for a special token that was added; None instead of these if lower-casing (`lowers`)
         changes the number of characters. Raises RequestError(param="prompt") under the same conditions as `encode`.
         """
         (encoding,) = self._encodings([text], add_special_tokens, offsets=True)

@@ -316,7 +316,8 @@ class LayerAttention:
             raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
         if self.slopes is not None:
             if len(self.slopes) != self.num_heads or not all(0 <= each < float("inf") for each in self.slopes):
-                raise ModelConfigError(f"slopes must be a finite number >= 0 for each of {self.num_heads} heads")
+                text = f"slopes must be a finite number >= 0 for each of {self.num_heads} heads, got {self.slopes}"
+                raise ModelConfigError(text)
             if self.latent is not None or self.state is not None:
                 raise ModelConfigError("attention with slopes takes no latent and no state")
         if self.relative is not None:

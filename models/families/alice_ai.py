@@ -1,5 +1,5 @@
 """AliceAI (Yandex 2026): Kimi delta attention in most layers, Qwen3-Next's gated attention in the others, attention
-residuals over blocks of layers, and experts picked by corrected sigmoid scores beside a gated shared MLP.
+residuals over blocks of layers, and experts picked by corrected sigmoid scores in addition to a gated shared MLP.
 """
 
 from __future__ import annotations

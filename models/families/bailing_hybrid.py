@@ -183,7 +183,9 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
 
 
 class BailingMoeV3ForCausalLM(BailingHybridForCausalLM):
-    """BailingHybridForCausalLM with the fields of its first configuration."""
+    """BailingHybridForCausalLM as it was published first: config.json may have the fields of _ONLY, with the values
+    there, layers after the last whole group attend, and partial_rotary_factor has no effect.
+    """
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

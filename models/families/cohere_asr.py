@@ -76,7 +76,7 @@ class CohereAsrEmbedding(WhisperEmbedding):
 
 
 class CohereAsrLayer(AttendingLayer):
-    """Layer of Cohere Transcribe."""
+    """AttendingLayer with LayerNorms, under the tensor names of Cohere's decoder."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, tower, attention = config.hidden_size, config.tower, config.attention[layer]

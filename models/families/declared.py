@@ -204,7 +204,7 @@ class DeclaredForCausalLM(Decoder):
         return Embedding(self.config.vocab_size, size, source="model.embed_tokens", build=build)
 
     def make_labels(self, classifier: Classifier, build: Build) -> Any:
-        """Return the module that scores labels, behind the form's projection and norm if it has these before logits.
+        """Return the module that scores labels, after the form's projection and norm if it has these before logits.
         Raises ModelConfigError for labels that stand for logits of tokens if these have a projection or a bias.
         """
         form = self.form

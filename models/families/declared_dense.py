@@ -26,6 +26,7 @@ from jaxengine.models.families.declared_rows import (
     GPT2_FORM,
     GPT2_SPELLED,
     MASKS,
+    OPT_FORM,
     four_times,
     full_first_of_four,
     transformer_names,
@@ -412,15 +413,7 @@ DENSE_ROWS: dict[str, Row] = {
     ),
     "BioGptForCausalLM": Row(
         "BioGPT (Luo et al. 2022, arXiv:2210.10341): OPT with scaled embeddings and a GELU.",
-        DeclaredForm(
-            norms=("self_attn_layer_norm", "final_layer_norm"),
-            out="self_attn.out_proj",
-            up=("fc1",),
-            down="fc2",
-            activation="gelu",
-            positions="model.embed_positions",
-            first_position=2,
-        ),
+        replace(OPT_FORM, activation="gelu"),
         names=(
             ("biogpt.layer_norm.", "model.norm."),
             ("biogpt.", "model."),
@@ -434,15 +427,7 @@ DENSE_ROWS: dict[str, Row] = {
     ),
     "XGLMForCausalLM": Row(
         "XGLM (Lin et al. 2021, arXiv:2112.10668): BioGPT with sinusoidal positions.",
-        DeclaredForm(
-            norms=("self_attn_layer_norm", "final_layer_norm"),
-            out="self_attn.out_proj",
-            up=("fc1",),
-            down="fc2",
-            activation="gelu",
-            sinusoids=True,
-            first_position=2,
-        ),
+        replace(OPT_FORM, activation="gelu", positions=None, sinusoids=True),
         names=(("model.layer_norm.", "model.norm."),),
         spelled={
             "d_model": "hidden_size",

@@ -212,6 +212,15 @@ _NEOX_FORM = DeclaredForm(
     down="mlp.dense_4h_to_h",
     activation="gelu",
 )
+OPT_FORM = DeclaredForm(
+    norms=("self_attn_layer_norm", "final_layer_norm"),
+    out="self_attn.out_proj",
+    up=("fc1",),
+    down="fc2",
+    activation="relu",
+    positions="model.embed_positions",
+    first_position=2,
+)
 _WITHOUT_GATE = DeclaredForm(up=("mlp.up_proj",), activation="relu2")
 # Keys are the class names that config.json lists under "architectures".
 ROWS_BY_NAME: dict[str, Row] = {
@@ -372,15 +381,7 @@ ROWS_BY_NAME: dict[str, Row] = {
     ),
     "OPTForCausalLM": Row(
         "OPT (Zhang et al. 2022, arXiv:2205.01068) and Galactica: layer norms, learned positions, biases, a ReLU.",
-        DeclaredForm(
-            norms=("self_attn_layer_norm", "final_layer_norm"),
-            out="self_attn.out_proj",
-            up=("fc1",),
-            down="fc2",
-            activation="relu",
-            positions="model.embed_positions",
-            first_position=2,
-        ),
+        OPT_FORM,
         names=(
             ("model.decoder.final_layer_norm.", "model.norm."),
             ("decoder.final_layer_norm.", "model.norm."),

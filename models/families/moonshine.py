@@ -41,7 +41,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class MoonshineLayer(AttendingLayer):
-    """Layer of Moonshine."""
+    """AttendingLayer with rope in self-attention, norms without biases and a gated MLP."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, ffn = config.hidden_size, config.intermediate_size

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.bert import NAMES, NORM_SUFFIXES, BertModel
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.encoder import EncoderNames
@@ -37,8 +37,8 @@ class RobertaModel(BertModel):
     @classmethod
     def first_position(cls, fields: ConfigFields) -> int:
         first = fields.integer("pad_token_id", 1, minimum=0) + 1
-        if first >= fields.integer("max_position_embeddings"):
-            raise ModelConfigError("pad_token_id must leave positions behind it, below max_position_embeddings - 1")
+        if first >= (count := fields.integer("max_position_embeddings")):
+            raise fields.fail("pad_token_id", f"at most max_position_embeddings - 2, {count - 2}")
         return first
 
     @property

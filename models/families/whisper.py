@@ -118,7 +118,7 @@ class AttendingLayer(nnx.Module):
 
 
 class WhisperLayer(AttendingLayer):
-    """Layer of Whisper."""
+    """AttendingLayer with LayerNorms, attention of WhisperAttention and an MLP without a gate."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         size, tower = config.hidden_size, config.tower

@@ -13,19 +13,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import read_activation
-from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
+from jaxengine.models.sound.encoder import LARGE, EncoderSizes, SoundEncoder, read_encoder
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.llava import Projector
 
 _POOLED = 2
-# transformers' defaults of fields that a file lacks.
-_DEFAULTS = {
-    "num_mel_bins": 128,
-    "hidden_size": 1280,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "intermediate_size": 5120,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +42,7 @@ def read_audioflamingo3(fields: ConfigFields) -> AudioFlamingo3TowerConfig:
     """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and for an odd
     number of positions.
     """
-    audio = fields.part("audio_config", **_DEFAULTS)
+    audio = fields.part("audio_config", **LARGE)
     sizes = read_encoder(audio)
     if sizes.num_positions % _POOLED:
         raise audio.fail("max_source_positions", "an even number")

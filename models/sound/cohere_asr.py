@@ -86,7 +86,7 @@ def read_cohere_asr_tower(fields: ConfigFields, *, bias: bool) -> CohereAsrTower
 
 
 class CohereAsrTower(FastConformer):
-    """Tower of Cohere Transcribe."""
+    """Fast Conformer, and the projections of its output to the keys and values of all cross-attention layers."""
 
     def __init__(self, config: CohereAsrTowerConfig, build: Build):
         super().__init__(config, ENCODER, build)

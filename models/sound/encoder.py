@@ -27,6 +27,14 @@ from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_
 from jaxengine.models.vision.base.vit import attend_units
 
 EPS = 1e-5
+# transformers' sizes of an encoder as that of Whisper's large models, for fields that a file lacks.
+LARGE = {
+    "num_mel_bins": 128,
+    "hidden_size": 1280,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "intermediate_size": 5120,
+}
 _TAPS = 3
 _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 
@@ -34,7 +42,7 @@ _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
     """Sizes of an encoder: S positions of a window, half as many as it has frames; F bins; D elements; layers, heads
-    and inner elements of the MLPs, and a name of jaxengine.models.vision.base.layers.ACTIVATIONS for these.
+    and inner elements of the MLPs, and a name of jaxengine.models.layers.base.activations.ACTIVATIONS for these.
     """
 
     num_positions: int

@@ -68,7 +68,7 @@ class Gemma4SoundConfig(TowerConfig):
 
     Attributes:
       hidden_size, num_layers, num_heads, norm_eps: sizes of the layers.
-      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
+      activation: a name of jaxengine.models.layers.base.activations.ACTIVATIONS.
       channels: channels of the two convolutions.
       taps: number of positions that the layers' convolutions add up.
       left, right: a position sees those less than `left` before it, itself included, and those less than `right`

@@ -16,7 +16,7 @@ from jaxengine.models.config.fields import MAX_WINDOW, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.sound.encoder import EPS, Convolution, EncoderLayer, EncoderNames, EncoderSizes
+from jaxengine.models.sound.encoder import EPS, LARGE, Convolution, EncoderLayer, EncoderNames, EncoderSizes
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.layers import rope_frequencies
 from jaxengine.models.vision.llava import Projector
@@ -25,14 +25,7 @@ from jaxengine.models.vision.llava import Projector
 _JOINED = 4
 _NAMES = EncoderNames("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.fc1", "mlp.fc2")
 # transformers' defaults of fields that a file lacks.
-_DEFAULTS = {
-    "num_mel_bins": 128,
-    "hidden_size": 1280,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "intermediate_size": 5120,
-    "max_position_embeddings": 1500,
-}
+_DEFAULTS = {**LARGE, "max_position_embeddings": 1500}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,7 @@ class MoonshineEncoderLayer(nnx.Module):
 
 
 class MoonshineTower(nnx.Module):
-    """Tower of Moonshine."""
+    """Moonshine's encoder, and the projections of its output to the keys and values of all cross-attention layers."""
 
     def __init__(self, config: MoonshineTowerConfig, build: Build):
         self.config, size = config, config.size

@@ -16,17 +16,13 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.sound.encoder import EPS, Convolution, EncoderLayer, EncoderSizes, read_encoder, sinusoids
-from jaxengine.models.sound.qwen2_audio import TOWER
+from jaxengine.models.sound.qwen2_audio import DEFAULTS, TOWER
 from jaxengine.models.vision.base.vit import linear
 
 _POOLED = 2
 # transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
-    "num_mel_bins": 128,
-    "d_model": 1280,
-    "encoder_layers": 32,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
+    **DEFAULTS,
     "n_window": 100,
     "output_dim": 3584,
 }

@@ -20,7 +20,7 @@ from jaxengine.models.vision.llava import PROJECTOR
 TOWER = "audio_tower"
 _POOLED = 2
 # transformers' defaults of fields that a file lacks.
-_DEFAULTS = {
+DEFAULTS = {
     "num_mel_bins": 128,
     "d_model": 1280,
     "encoder_layers": 32,
@@ -45,7 +45,7 @@ def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
     """Return the tower's configuration from the `audio_config` of a config.json. Raises ModelConfigError for wrong
     fields, and for an odd number of positions.
     """
-    audio = fields.part("audio_config", **_DEFAULTS)
+    audio = fields.part("audio_config", **DEFAULTS)
     sizes = read_encoder(audio)
     if sizes.num_positions % _POOLED:
         raise audio.fail("max_source_positions", "an even number")

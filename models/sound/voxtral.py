@@ -13,18 +13,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import read_activation
-from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
+from jaxengine.models.sound.encoder import LARGE, EncoderSizes, SoundEncoder, read_encoder
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.llava import Projector
-
-# transformers' defaults of fields that a file lacks.
-_DEFAULTS = {
-    "num_mel_bins": 128,
-    "hidden_size": 1280,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "intermediate_size": 5120,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +40,7 @@ def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
     """Return the tower's configuration from a config.json; intermediate_size / hidden_size positions become one row.
     Raises ModelConfigError for wrong fields, and if that is not an integer that divides the number of positions.
     """
-    audio = fields.part("audio_config", **_DEFAULTS)
+    audio = fields.part("audio_config", **LARGE)
     sizes = read_encoder(audio)
     joined = sizes.intermediate_size // sizes.size
     if joined * sizes.size != sizes.intermediate_size or sizes.num_positions % joined:

@@ -54,7 +54,7 @@ _QFORMER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Blip2TowerConfig(TowerConfig):
-    """Vision transformer and Q-Former of BLIP-2. A unit has at least as many patches as queries: those behind the
+    """Vision transformer and Q-Former of BLIP-2. A unit has at least as many patches as queries: those after the
     image's are not read.
 
     Attributes:

@@ -67,7 +67,7 @@ class Gemma4TowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads, head_dim, norm_eps, theta: sizes of the tower's layers.
-      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS, for MLPs.
+      activation: a name of jaxengine.models.layers.base.activations.ACTIVATIONS, for MLPs.
       patch_size: pixels of a patch's side.
       temporal_patch_size: frames of a patch.
       spatial_merge_size: patches along a side of the square that becomes one embedding.

@@ -19,14 +19,20 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.activations import ACTIVATIONS
-from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
+from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerAttention, TowerLayer, TowerMLP, stretched
+from jaxengine.models.vision.base.layers import PatchEmbedding, plain_layer, stretched
 from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
 
 TOWER = "vit"
 LAYER, MERGER = f"{TOWER}.layers.{{layer}}", f"{TOWER}.perceive"
+# Names of a layer's modules.
+_NAMES: dict[str, tuple[str, str]] = {
+    "norms": ("input_layernorm", "post_attention_layernorm"),
+    "attention": ("self_attn", "o_proj"),
+    "mlp": ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+}
 # Values of the column "mark": of patches, and of squares that become the learned embeddings.
 NEWLINE, BEGIN, END = 1, 2, 3
 _MOST_MERGED = 8
@@ -97,29 +103,13 @@ class HunYuanVLTower(nnx.Module):
         patches = f"{source}.patch_embedding"
         self.patches = PatchEmbedding(config.num_features, size, source=patches, bias=True, build=build)
         self.positions = table(vit.num_positions, size, f"{source}.position_embedding.weight", build)
-        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
+        builds = (replace(build, layer=layer) for layer in range(vit.num_layers))
+        self.layers = nnx.List([plain_layer(vit, LAYER, each, eps=vit.norm_eps, **_NAMES) for each in builds])
         self.merger = self.make_merger(hidden_size, build)
 
     def make_merger(self, hidden_size: int, build: Build) -> nnx.Module:
         """Return a new merger of squares of patches to embeddings of a text model of this hidden size."""
         return HunYuanVLMerger(self.config, hidden_size, build)
-
-    def _make_layer(self, build: Build) -> TowerLayer:
-        """Return a new layer, number `build.layer` of the tower."""
-        vit, size, source = self.config.vit, self.config.vit.hidden_size, f"{LAYER}.self_attn"
-        names = "input_layernorm", "post_attention_layernorm"
-        first, second = (LayerNorm(size, vit.norm_eps, source=f"{LAYER}.{name}", build=build) for name in names)
-        qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
-        mlp = TowerMLP(
-            size,
-            vit.intermediate_size,
-            up=[f"{LAYER}.mlp.dense_h_to_4h"],
-            down=f"{LAYER}.mlp.dense_4h_to_h",
-            activation=ACTIVATIONS[vit.activation],
-            build=build,
-        )
-        attention = TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.o_proj", build=build)
-        return TowerLayer((first, second), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.

@@ -19,9 +19,8 @@ from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding, rope_frequencies
 from jaxengine.models.vision.base.vit import (
-    VitAttention,
     VitConfig,
-    VitMLP,
+    VitLayer,
     VitNames,
     joined_neighbours,
     linear,
@@ -121,29 +120,6 @@ class _Turn(nnx.Module):
         return apply_rope(x, jnp.cos(angles), jnp.sin(angles), interleaved=True)
 
 
-class _Layer(nnx.Module):
-    """Layer of Llama 4's vision model, which computes x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: Llama4TowerConfig, source: str, build: Build):
-        vit, names = config.vit, _NAMES
-        size, eps = vit.hidden_size, vit.norm_eps
-        turns = _Turn(config), _Turn(config)
-        self.attention_norm = LayerNorm(size, eps, source=f"{source}.{names.attention_norm}", build=build)
-        attention = f"{source}.{names.attention}"
-        self.attention = VitAttention(vit, source=attention, out=names.out, build=build, qk_norms=turns)
-        self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
-        self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
-
-    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
-        attends to itself.
-        """
-        with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), num_units)
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x))
-
-
 class Llama4Tower(nnx.Module):
     """Vision tower of Llama 4: a vision transformer and a projector.
 
@@ -162,7 +138,8 @@ class Llama4Tower(nnx.Module):
         self.positions = table(vit.num_positions, size, f"{TOWER}.positional_embedding_vlm", build)
         self.first_norm = LayerNorm(size, eps, source=f"{TOWER}.layernorm_pre", build=build)
         sources = [f"{_NAMES.layers}.{number}" for number in range(vit.num_layers)]
-        self.layers = nnx.List([_Layer(config, name, build) for name in sources])
+        layers = (VitLayer(vit, each, _NAMES, build, (_Turn(config), _Turn(config))) for each in sources)
+        self.layers = nnx.List(list(layers))
         self.last_norm = LayerNorm(size, eps, source=f"{TOWER}.layernorm_post", build=build)
         inner, width = size * config.merge, config.adapter_size
         self.up = linear(inner, f"{adapter}.fc1", width, ("embed", "ffn"), build, bias=False)

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import gelu_tanh
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import Source
@@ -26,7 +25,7 @@ from jaxengine.models.vision.base.layers import (
     PatchMerger,
     TowerAttention,
     TowerLayer,
-    TowerMLP,
+    plain_layer,
 )
 from jaxengine.models.vision.base.vit import VitConfig, VitTowerConfig, read_vit, table
 
@@ -160,7 +159,9 @@ class JoinedWindows(nnx.Module):
     def __init__(self, vit: VitConfig, build: Build):
         size, eps = vit.hidden_size, vit.norm_eps
         self.norm = LayerNorm(size, eps, source=f"{_INSERTED}.layer_norm1", build=build)
-        self.attention = make_attention(vit, f"{_INSERTED}.self_attn", build)
+        source = f"{_INSERTED}.self_attn"
+        qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
+        self.attention = TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.out_proj", build=build)
         self.mlp = PatchMerger(
             size,
             _SQUARE,
@@ -182,26 +183,7 @@ class JoinedWindows(nnx.Module):
 
 def make_layer(vit: VitConfig, build: Build) -> TowerLayer:
     """Return a new layer of SigLIP, number `build.layer` of the tower."""
-    source = f"{TOWER}.encoder.layers.{{layer}}"
-    norms = tuple(
-        LayerNorm(vit.hidden_size, vit.norm_eps, source=f"{source}.layer_norm{which}", build=build) for which in (1, 2)
-    )
-    mlp = TowerMLP(
-        vit.hidden_size,
-        vit.intermediate_size,
-        up=[f"{source}.mlp.fc1"],
-        down=f"{source}.mlp.fc2",
-        activation=ACTIVATIONS[vit.activation],
-        build=build,
-    )
-    return TowerLayer((norms[0], norms[1]), make_attention(vit, f"{source}.self_attn", build), mlp)
-
-
-def make_attention(vit: VitConfig, source: str, build: Build) -> TowerAttention:
-    """Return a new attention with the checkpoint module `source`, without rope."""
-    size = vit.hidden_size
-    qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
-    return TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.out_proj", build=build)
+    return plain_layer(vit, f"{TOWER}.encoder.layers.{{layer}}", build, eps=vit.norm_eps)
 
 
 def _window_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -17,16 +17,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
+from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
-    TowerAttention,
-    TowerLayer,
-    TowerMLP,
+    plain_layer,
     read_axial_theta,
     rope_frequencies,
 )
@@ -57,7 +54,7 @@ class MiniMaxM3TowerConfig(TowerConfig):
       patch_size, temporal_patch_size: pixels of a patch's side, and frames of a patch.
       spatial_merge_size: rows and columns of patches that become one row.
       rope_theta: base of the rotary frequencies.
-      projector_size: outputs of the first product of both MLPs behind the layers.
+      projector_size: outputs of the first product of both MLPs after the layers.
     """
 
     hidden_size: int
@@ -127,7 +124,8 @@ class MiniMaxM3Tower(nnx.Module):
         size, patches = config.hidden_size, f"{TOWER}.embeddings.patch_embedding"
         self.patches = PatchEmbedding(config.num_features, size, source=patches, bias=False, build=build)
         self.first_norm = LayerNorm(size, config.norm_eps, source=f"{TOWER}.pre_layrnorm", build=build)
-        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
+        builds = (replace(build, layer=layer) for layer in range(config.num_layers))
+        self.layers = nnx.List([plain_layer(config, LAYER, each, eps=config.norm_eps) for each in builds])
         self.projector = Projector(size, hidden_size, "gelu", build, inner=config.projector_size)
         self.merger = PatchMerger(
             hidden_size,
@@ -139,22 +137,6 @@ class MiniMaxM3Tower(nnx.Module):
             ffn_size=config.projector_size,
             build=build,
         )
-
-    def _make_layer(self, build: Build) -> TowerLayer:
-        """Return a new layer, number `build.layer` of the tower."""
-        config, size = self.config, self.config.hidden_size
-        first, second = (LayerNorm(size, config.norm_eps, source=f"{LAYER}.layer_norm{n}", build=build) for n in (1, 2))
-        qkv = tuple(Source(f"{LAYER}.self_attn.{name}_proj", size) for name in "qkv")
-        attention = TowerAttention(size, config.num_heads, qkv=qkv, out=f"{LAYER}.self_attn.out_proj", build=build)
-        mlp = TowerMLP(
-            size,
-            config.intermediate_size,
-            up=[f"{LAYER}.mlp.fc1"],
-            down=f"{LAYER}.mlp.fc2",
-            activation=ACTIVATIONS[config.activation],
-            build=build,
-        )
-        return TowerLayer((first, second), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.

@@ -23,10 +23,8 @@ from jaxengine.models.vision.base.attention import UNIT, segment_attention, wind
 from jaxengine.models.vision.base.layers import (
     Attend,
     PatchEmbedding,
-    TowerAttention,
-    TowerLayer,
-    TowerMLP,
     axial_rope,
+    plain_layer,
     read_axial_theta,
     rope_frequencies,
     stretched,
@@ -145,28 +143,18 @@ class MuseTower(nnx.Module):
         self.first_norm, self.last_norm = (
             LayerNorm(size, config.norm_eps, source=f"{TOWER}.{name}", build=build) for name in ("ln_pre", "ln_post")
         )
-        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
+        builds = (replace(build, layer=layer) for layer in range(config.num_layers))
+        self.layers = nnx.List(
+            [
+                plain_layer(config, LAYER, each, eps=_EPS, norms=("norm1", "norm2"), attention=("attn", "proj"))
+                for each in builds
+            ]
+        )
         inner = config.projector_size
         up, down = Source(f"{ADAPTER}.fc1", inner), Source(f"{ADAPTER}.fc2", inner)
         self.up = Linear(size * config.merge, (up,), axes=("embed", ffn), build=build)
         self.down = Linear(inner, (down,), axes=(ffn, "embed"), build=build)
         self.project = Linear(inner, (Source(PROJECTION, hidden_size),), axes=("embed", "embed"), build=build)
-
-    def _make_layer(self, build: Build) -> TowerLayer:
-        """Return a new layer, number `build.layer` of the tower."""
-        config, size = self.config, self.config.hidden_size
-        before_attention, before_mlp = (LayerNorm(size, _EPS, source=f"{LAYER}.norm{n}", build=build) for n in (1, 2))
-        qkv = tuple(Source(f"{LAYER}.attn.{name}_proj", size) for name in "qkv")
-        attention = TowerAttention(size, config.num_heads, qkv=qkv, out=f"{LAYER}.attn.proj", build=build)
-        mlp = TowerMLP(
-            size,
-            config.intermediate_size,
-            up=[f"{LAYER}.mlp.fc1"],
-            down=f"{LAYER}.mlp.fc2",
-            activation=ACTIVATIONS[config.activation],
-            build=build,
-        )
-        return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.

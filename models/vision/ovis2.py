@@ -20,6 +20,7 @@ from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP
 from jaxengine.models.vision.base.vit import (
     VitAttention,
     VitConfig,
+    VitLayer,
     joined_neighbours,
     linear,
     read_merge,
@@ -106,7 +107,7 @@ def mean_of_words(logits: jax.Array, words: jax.Array) -> jax.Array:
     return jnp.dot(shares, words, preferred_element_type=jnp.float32).astype(words.dtype)
 
 
-class _Layer(nnx.Module):
+class _Layer(VitLayer):
     """Layer of AIMv2: x + attention(norm(x)), then x + mlp(norm(x)) with a gated MLP."""
 
     def __init__(self, config: Ovis2TowerConfig, source: str, build: Build):
@@ -126,13 +127,6 @@ class _Layer(nnx.Module):
             build=build,
             bias=config.mlp_bias,
         )
-
-    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Return the layer's output for x [U * S, D] of U = num_units units, each of which attends to itself."""
-        with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), num_units)
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x))
 
 
 class Ovis2Tower(nnx.Module):

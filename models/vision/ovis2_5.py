@@ -18,16 +18,12 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
-    TowerAttention,
-    TowerLayer,
-    TowerMLP,
     axial_rope,
+    plain_layer,
     rope_frequencies,
     stretched,
 )
@@ -127,28 +123,12 @@ class Ovis2_5Tower(nnx.Module):
         self.patches = PatchEmbedding(config.num_features, size, source=patches, bias=True, build=build)
         positions = f"{source}.position_embedding.weight"
         self.positions = table(vit.num_patches, size, positions, build) if config.has_positions else None
-        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
+        builds = (replace(build, layer=layer) for layer in range(vit.num_layers))
+        self.layers = nnx.List([plain_layer(vit, _LAYER, each, eps=vit.norm_eps) for each in builds])
         words, axes = config.num_words - NUM_INDICATORS, ("embed", "embed")
         self.head = linear(size * config.merge, f"{HEAD}.0", words, axes, build, bias=False)
         self.head_norm = LayerNorm(words, _HEAD_EPS, source=f"{HEAD}.1", build=build)
         self.words = table(config.num_words, hidden_size, f"{WORDS}.weight", build)
-
-    def _make_layer(self, build: Build) -> TowerLayer:
-        """Return a new layer, number `build.layer` of the tower."""
-        vit, size, source = self.config.vit, self.config.vit.hidden_size, f"{_LAYER}.self_attn"
-        names = "layer_norm1", "layer_norm2"
-        first, second = (LayerNorm(size, vit.norm_eps, source=f"{_LAYER}.{name}", build=build) for name in names)
-        qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
-        mlp = TowerMLP(
-            size,
-            vit.intermediate_size,
-            up=[f"{_LAYER}.mlp.fc1"],
-            down=f"{_LAYER}.mlp.fc2",
-            activation=ACTIVATIONS[vit.activation],
-            build=build,
-        )
-        attention = TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.out_proj", build=build)
-        return TowerLayer((first, second), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.

@@ -16,17 +16,14 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
-    TowerAttention,
-    TowerLayer,
-    TowerMLP,
     axial_rope,
+    plain_layer,
     read_axial_theta,
     rope_frequencies,
     stretched,
@@ -109,8 +106,9 @@ class PaddleOcrVLTower(nnx.Module):
         self.patches = PatchEmbedding(config.num_features, size, source=patches, bias=True, build=build)
         rows = Source(f"{source}.position_embedding.weight", vit.num_patches)
         self.positions = declare((rows.rows, size), build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
-        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
-        self.last_norm = self._norm(f"{TOWER}.post_layernorm", build)
+        builds = (replace(build, layer=layer) for layer in range(vit.num_layers))
+        self.layers = nnx.List([plain_layer(vit, LAYER, each, eps=vit.norm_eps) for each in builds])
+        self.last_norm = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.post_layernorm", build=build)
         width = size * config.merge if config.joined_norm else size
         self.projector = PatchMerger(
             size,
@@ -120,28 +118,6 @@ class PaddleOcrVLTower(nnx.Module):
             joined=config.joined_norm,
             names=(f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"),
             build=build,
-        )
-
-    def _norm(self, source: str, build: Build) -> LayerNorm:
-        """Return a new layer norm over the tower's hidden size. source: its checkpoint module."""
-        return LayerNorm(self.config.vit.hidden_size, self.config.vit.norm_eps, source=source, build=build)
-
-    def _make_layer(self, build: Build) -> TowerLayer:
-        """Return a new layer, number `build.layer` of the tower."""
-        vit, size, source = self.config.vit, self.config.vit.hidden_size, f"{LAYER}.self_attn"
-        qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
-        mlp = TowerMLP(
-            size,
-            vit.intermediate_size,
-            up=[f"{LAYER}.mlp.fc1"],
-            down=f"{LAYER}.mlp.fc2",
-            activation=ACTIVATIONS[vit.activation],
-            build=build,
-        )
-        return TowerLayer(
-            (self._norm(f"{LAYER}.layer_norm1", build), self._norm(f"{LAYER}.layer_norm2", build)),
-            TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.out_proj", build=build),
-            mlp,
         )
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:

@@ -46,7 +46,7 @@ class PixtralTowerConfig(TowerConfig):
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
       num_used_layers: number of layers before the hidden states that are used.
-      activation, projector_activation: names of jaxengine.models.vision.base.layers.ACTIVATIONS.
+      activation, projector_activation: names of jaxengine.models.layers.base.activations.ACTIVATIONS.
       patch_size: pixels of a patch's side.
       temporal_patch_size: frames of a patch.
       spatial_merge_size: number of patches along a side of the square that becomes one embedding.

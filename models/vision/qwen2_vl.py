@@ -45,7 +45,7 @@ class Qwen2VLTowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
-      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
+      activation: a name of jaxengine.models.layers.base.activations.ACTIVATIONS.
       patch_size, temporal_patch_size: pixels of a patch's side, and frames of a patch.
       spatial_merge_size: rows and columns of patches that become one row.
       rope_theta: base of the rotary frequencies.

@@ -59,7 +59,7 @@ def load(rooms: tuple[str, ...]) -> str:
 
 @functools.cache
 def _load(rooms: tuple[str, ...]) -> str:
-    """Do the work of `load`."""
+    """Return the description that `load` returns. Must be called under _LOCK."""
     try:
         return made(rooms)[0]
     except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for what LLVM refuses

@@ -69,13 +69,13 @@ class _Claims:
         return len(self.pages) + self._num_more
 
     def add(self, load: Load, free: list[bytes]) -> None:
-        """Add a load. free: keys of its pages that were free when it began."""
+        """Count a load. free: keys of its pages that were free when it began."""
         self.loads.append(load)
         self.pages.update(free)
         self._num_more += load.num_more
 
     def remove(self, load: Load, free: list[bytes]) -> None:
-        """Remove a load. free: as in `add`."""
+        """Stop counting a load. free: the keys that `add` was given."""
         self.loads.remove(load)
         self._num_more -= load.num_more
         for key in free:

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.config.engine_flags import with_hyphens
 from jaxengine.config.features.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
+from jaxengine.pallas_kernels.registry import is_kernel, product_platform_of
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.params.options import RequestOptions
@@ -39,7 +41,7 @@ from jaxengine.server.http.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from scripts import write_docs
+from scripts import kernel_tables, write_docs
 from scripts.site_links import with_repository_links
 from tests.tables import each_row
 
@@ -141,6 +143,14 @@ def parser() -> argparse.ArgumentParser:
 def test_written_tables_are_what_the_code_says():
     old = [name for name, text in write_docs.documents().items() if text_of(f"docs/{name}") != text]
     assert not old, f"run python -m scripts.write_docs: {', '.join(old)}"
+
+
+def test_the_table_of_kernels_has_blackwells_products():
+    head, _, *rows = ([cell.strip(" `") for cell in row.split("|")] for row in kernel_tables.operation_rows())
+    runs = {row[1]: row[head.index("Blackwell")] for row in rows}
+    card = SimpleNamespace(platform="gpu", compute_capability="10.0")
+    for op in ("quantized_matmul", "quantized_gated_matmul", "grouped_matmul"):
+        assert runs[op] == "kernel" and is_kernel(op, product_platform_of(card)), op
 
 
 def test_a_package_without_a_docstring_is_named(tmp_path):

@@ -55,8 +55,8 @@ def test_other_ways_to_import(statement):
     [
         ("from jaxengine.config import KVTransferConfig", "kv_transfer_config takes a dict"),
         ("from jaxengine.config import VllmConfig", "jaxengine.EngineArgs has all options"),
-        ("from jaxengine.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole", "not built"),
-        ("import jaxengine.distributed.weight_transfer", "transfers of KV caches and weights are not built"),
+        ("from jaxengine.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole", "hands KV pages over"),
+        ("import jaxengine.distributed.weight_transfer", "update_weights weights"),
         ("from jaxengine.v1.sample.logits_processor import BatchUpdate", "jaxengine.LogitsProcessor"),
         ("from jaxengine.v1.metrics.reader import get_metrics_snapshot", "LLM.get_metrics"),
         ("from jaxengine.assets.image import ImageAsset", "open a file of yours"),

@@ -38,7 +38,7 @@ class SentenceModel:
       normalize: whether embeddings are normalised to length 1.
       prompts: texts to prepend to the input, by name; default_prompt names the one used by default.
       max_seq_length: limit of the input in tokens; None for the model's own limit.
-      dense: products behind the pooling, in order.
+      dense: products after the pooling, in order.
       do_lower_case: texts are lower-cased before they are tokenized.
       by_tokens: a text has an embedding for each token (ColBERT), and no pooling.
       splade: sparse pooling; None if pooling is not sparse. Its number of tokens is not known here, and 0.

@@ -158,7 +158,7 @@ class SpeculativeConfig:
 
     @property
     def reads_next_tokens(self) -> bool:
-        """Whether the drafter reads, beside the model's hidden state of each token, the token that came next."""
+        """Whether the drafter reads, next to the model's hidden state of each token, the token that came after it."""
         return self.method in (MTP, EAGLE3)
 
     @property

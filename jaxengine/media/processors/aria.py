@@ -57,9 +57,9 @@ class AriaProcessor(UnitProcessor):
     sizes: tuple[tuple[int, int], ...]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of sides, of which the larger is that of the largest of _SQUARES whose patches the
-        tower has a number of embeddings for, and the canvases. Raises ModelConfigError if there is no such square, for
-        a smaller one than min_image_size, and for canvases of too many crops.
+        """Set `most` (the side of the largest square that `_squares` returns), `least`, `sizes`, and `splits` to False.
+        Raises ModelConfigError if there is no square, if its side is less than min_image_size, and for canvases that
+        are no pairs of sides or have more than _MAX_CROPS crops.
         """
         if not (squares := self._squares()):
             raise self.config_fields.fail("projector_patch_to_query_dict", self._allowed())

@@ -43,7 +43,7 @@ class Blip2Processor(LlavaProcessor):
         return super().expand(found, items)
 
     def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the patches of units as the base class does, with zeros behind each unit's up to the tower's `unit`:
+        """Return the patches of units as the base class does, with zeros after each unit's up to the tower's `unit`:
         f32[units * unit, features].
         """
         patches = super()._cut(units).reshape(len(units), -1, self.tower.num_features)

@@ -126,8 +126,9 @@ class HunYuanVLProcessor(LinedProcessor):
             own = fields.integer(f"image_{side}_token_id", default, minimum=0)
             tokens[f"image_{side}_token_id"] = fields.integer(name, own, minimum=0)
         super().__init__(folder, {**config_json, **tokens}, model_config, tokenizer)
-        if (read_object(Path(folder), WHOLE) or {}).get("cat_extra_token", True) is not True:
-            raise ModelFileError(Path(folder) / WHOLE, "cat_extra_token must be true or absent")
+        if (extra := (read_object(Path(folder), WHOLE) or {}).get("cat_extra_token", True)) is not True:
+            text = f"cat_extra_token must be true or absent, got {str(extra)[:100]}"
+            raise ModelFileError(Path(folder) / WHOLE, text)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder repeated as often as its image has embeddings, and with M-RoPE

@@ -214,8 +214,8 @@ def _even(side: int, merge: int, other: int, most: int) -> int:
 
 
 def _grids(most: int) -> list[tuple[int, int]]:
-    """Return grids (rows, columns) of at most `most` patches, of even sides, of which one has the most; at least one of
-    2 x 2.
+    """Return grids (rows, columns) with even sides and rows <= columns: for each number of rows the one with the most
+    columns of those with at most `most` patches, and (2, 2) alone if `most` is less than 4.
     """
     sides = range(max(2, math.isqrt(most) // 2 * 2), 0, -2)
     return [(side, max(2, most // side // 2 * 2)) for side in sides]

@@ -23,7 +23,7 @@ class PaliGemmaProcessor(LlavaProcessor):
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         if model_config.bos_token_id is None:
-            raise ModelConfigError("bos_token_id must be a token, which follows images")
+            raise ModelConfigError("bos_token_id must be a token id, which follows images, got null")
         self._bos: int = model_config.bos_token_id
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:

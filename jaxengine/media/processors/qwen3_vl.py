@@ -42,7 +42,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
     def read_sizes(self, modality: str, found: ConfigFields) -> Sizes:
         """Return a modality's settings from those that were found. As in transformers, the bounds of a video are those
-        in `size`, and min_pixels and max_pixels beside it are not read. Raises ModelConfigError for settings that are
+        in `size`, and min_pixels and max_pixels next to it are not read. Raises ModelConfigError for settings that are
         invalid or do not fit the tower.
         """
         if modality == "video":

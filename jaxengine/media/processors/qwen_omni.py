@@ -29,32 +29,37 @@ _IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 _APART = 2
 
 
-class Qwen2_5OmniImages(Qwen2_5VLProcessor):
-    """Processor of the images and videos of Qwen2.5-Omni.
+class _Timed(Qwen2VLProcessor):
+    """Processor whose videos have M-RoPE positions in proportion to seconds.
 
     Attributes:
-      per_second: M-RoPE positions in time per second of video.
+      per_second: positions in time per second of video.
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError or ModelFileError for missing or invalid ones, also
+        a position_id_per_seconds (25 if missing) that is not a number above 0.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
-        self.per_second = _per_second(config_json)
+        self.per_second = ConfigFields(config_json).number("position_id_per_seconds", 25)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps relative to the first, i64[grid[0]], in proportion to
-        seconds; 0 for a single step.
-
-        Raises RequestError for a video that lasts too long.
+        """Return the temporal M-RoPE position of each of an item's steps relative to the first, i64[grid[0]], rounded
+        down; 0 for a single step. Raises RequestError for a video that lasts too long.
         """
-        return _times(item, self.per_second)
+        if len(item.seconds) < 2:
+            return np.zeros(item.grid[0], np.int64)
+        # In float32, as transformers counts them.
+        steps = np.arange(item.grid[0], dtype=np.float32) * np.float32(item.seconds[1])
+        return whole_times(steps * np.float32(self.per_second))
 
 
-class Qwen3OmniImages(Qwen2VLProcessor):
-    """Processor of the images and videos of Qwen3-Omni: Qwen2-VL's, with the patches of Qwen3-VL.
+class Qwen2_5OmniImages(_Timed, Qwen2_5VLProcessor):
+    """Processor of the images and videos of Qwen2.5-Omni."""
 
-    Attributes:
-      per_second: M-RoPE positions in time per second of video.
-    """
+
+class Qwen3OmniImages(_Timed):
+    """Processor of the images and videos of Qwen3-Omni: Qwen2-VL's, with the patches of Qwen3-VL."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     # Images have Qwen2-VL's class.
@@ -63,18 +68,6 @@ class Qwen3OmniImages(Qwen2VLProcessor):
         "image": Bounds(56 * 56, 28 * 28 * 1280),
         "video": Bounds(128 * 32 * 32, 32 * 32 * 768),
     }
-
-    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        super().__init__(folder, config_json, model_config, tokenizer)
-        self.per_second = _per_second(config_json)
-
-    def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps relative to the first, i64[grid[0]], in proportion to
-        seconds; 0 for a single step.
-
-        Raises RequestError for a video that lasts too long.
-        """
-        return _times(item, self.per_second)
 
 
 class Qwen2_5OmniSounds(Qwen2AudioProcessor):
@@ -160,23 +153,3 @@ def _processor(
     seeing, hearing = parts[False], parts[True]
     seeing.token_ids = {**seeing.token_ids, AUDIO: hearing.token_id}
     return OmniProcessor(seeing, hearing)
-
-
-def _per_second(config_json: Mapping[str, Any]) -> float:
-    """Return position_id_per_seconds of a config.json; 25 if it is missing. Raises ModelConfigError for a value that is
-    not a number above 0.
-    """
-    return ConfigFields(config_json).number("position_id_per_seconds", 25)
-
-
-def _times(item: Processed, per_second: float) -> np.ndarray:
-    """Return the temporal M-RoPE position of each step of an item relative to the first, i64[grid[0]], rounded down; 0
-    for a single step.
-
-    per_second: positions per second. Raises RequestError for a video that lasts too long.
-    """
-    if len(item.seconds) < 2:
-        return np.zeros(item.grid[0], np.int64)
-    # In float32, as transformers counts them.
-    steps = np.arange(item.grid[0], dtype=np.float32) * np.float32(item.seconds[1])
-    return whole_times(steps * np.float32(per_second))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from jaxengine.parsers.scan.events import Collector, Event
+from jaxengine.parsers.scan.markers import Opening
 
 
 class StateParser:
@@ -12,9 +13,11 @@ class StateParser:
 
     Attributes:
       _state: method of the current state; reads a text from a position and returns the new position.
+      _closing: reader of the closing word, for the state `_after_call`.
     """
 
     _state: Callable[[str, int], int]
+    _closing: Opening
 
     def __init__(self, new_id: Iterable[str]):
         """Begin without events. new_id: yields ids, of which each call takes one as it starts."""
@@ -30,3 +33,18 @@ class StateParser:
         at = 0
         while at < len(text):
             at = self._state(text, at)
+
+    def _content(self, text: str, at: int) -> int:
+        """State outside of calls, which a subclass defines. Raises NotImplementedError."""
+        raise NotImplementedError
+
+    def _after_call(self, text: str, at: int) -> int:
+        """Process text after a call, where the closing word may follow and is dropped; other text is content. Reads
+        `text` from the index `at`; returns the index after the last character read.
+        """
+        at, found = self._closing.read(text, at)
+        if found is not None:
+            self._state = self._content
+        if found is False:
+            self._content(self._closing.held, 0)  # the held text may be the beginning of another call
+        return at

@@ -88,7 +88,9 @@ def starts(name: str, words: GemmaWords) -> Iterator[tuple[str, ...]]:
 
 
 class GemmaToolParser(StateParser):
-    """Parser of calls. functions: schemas of arguments, by function name; words: the format's."""
+    """Parser of the calls of one output of Gemma. functions: schemas of arguments, by function name. words: the
+    format's.
+    """
 
     def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], words: GemmaWords):
         super().__init__(new_id)
@@ -265,14 +267,3 @@ class GemmaToolParser(StateParser):
         assert self._arguments is not None
         self._arguments.end_value(closed=True)
         self._word, self._state = [], self._in_name
-
-    def _after_call(self, text: str, at: int) -> int:
-        """Process text after a call, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from the index `at`; returns the index after the last character read.
-        """
-        at, found = self._closing.read(text, at)
-        if found is not None:
-            self._state = self._content
-        if found is False:
-            self._content(self._closing.held, 0)
-        return at

@@ -69,7 +69,7 @@ class HermesToolParser(StateParser):
             self._out.content(self._words[0] + self._opening.held)
         elif self._state == self._object:
             self._reject()
-        elif self._state == self._after_object:
+        elif self._state == self._after_call:
             self._out.content(self._closing.held)
         else:
             self._out.arguments(self._end.take())
@@ -116,7 +116,7 @@ class HermesToolParser(StateParser):
             self._state = self._broken
         elif progress is not Progress.MORE:
             self._closing = Opening(self._words[1])
-            self._state = self._after_object if self._words[1] else self._content
+            self._state = self._after_call if self._words[1] else self._content
         return at
 
     def _broken(self, text: str, at: int) -> int:
@@ -131,17 +131,6 @@ class HermesToolParser(StateParser):
             self._open(found)
         elif found:
             self._state = self._content
-        return at
-
-    def _after_object(self, text: str, at: int) -> int:
-        """Process text after the object, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from the index `at`; returns the index after the last character read.
-        """
-        at, found = self._closing.read(text, at)
-        if found is not None:
-            self._state = self._content
-        if found is False:
-            self._content(self._closing.held, 0)  # the held text may be the beginning of another call
         return at
 
     def _reject(self) -> None:

@@ -104,7 +104,7 @@ class JsonListToolParser(StateParser):
             self._out.content(self._before + self._opening.held)
         elif self._state == self._list:
             self._release()
-        elif self._state == self._after_list:
+        elif self._state == self._after_call:
             self._out.content(self._closing.held)
         else:
             self._out.arguments(self._broken_end.take())
@@ -152,18 +152,7 @@ class JsonListToolParser(StateParser):
             self._release()
         elif progress is Progress.DONE:
             self._closing = Opening(self._end)
-            self._state = self._after_list if self._end else self._content
-        return at
-
-    def _after_list(self, text: str, at: int) -> int:
-        """Process text after the list, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from the index `at`; returns the index after the last character read.
-        """
-        at, found = self._closing.read(text, at)
-        if found is not None:
-            self._state = self._content
-        if found is False:
-            self._content(self._closing.held, 0)
+            self._state = self._after_call if self._end else self._content
         return at
 
     def _broken(self, text: str, at: int) -> int:

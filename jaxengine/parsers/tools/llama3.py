@@ -56,7 +56,7 @@ class Llama3ToolParser(StateParser):
         self._may_separate = False
         self._opening = Opening(*self._tags)
         # The word after the calls of the last tag, and the same once there has been a call.
-        self._end = self._closing = ""
+        self._end = self._closing_word = ""
         self._calls: JsonCall | JsonCallList = _CALL(self._out)
         self._state = self._content
 
@@ -81,7 +81,7 @@ class Llama3ToolParser(StateParser):
         self._out.content(text[at:end])
         if start is None:
             return end
-        self._before, self._end, self._closing = [], "", ""
+        self._before, self._end, self._closing_word = [], "", ""
         if any(tag[0] == start.group() for tag in self._tags):
             self._opening, self._state = Opening(*self._tags), self._tag
             return end
@@ -121,8 +121,8 @@ class Llama3ToolParser(StateParser):
             self._before.append(char)
             self._may_separate &= char.isspace()
             return at + 1
-        if self._closing and char == self._closing[0]:
-            self._opening, self._state = Opening(self._closing), self._after_calls
+        if self._closing_word and char == self._closing_word[0]:
+            self._opening, self._state = Opening(self._closing_word), self._after_calls
             return at
         self._out.content("".join(self._before))
         self._state = self._content
@@ -157,7 +157,7 @@ class Llama3ToolParser(StateParser):
             self._release()
             self._state = self._content
         elif progress is not Progress.MORE:
-            self._before, self._may_separate, self._state, self._closing = [], True, self._gap, self._end
+            self._before, self._may_separate, self._state, self._closing_word = [], True, self._gap, self._end
         return at
 
     def _broken(self, text: str, at: int) -> int:

@@ -264,9 +264,8 @@ class SectionToolParser(StateParser):
         return at
 
     def _after_arguments(self, text: str, at: int) -> int:
-        """Process text between the arguments and the word after them. Text there, other than the fence, is content.
-
-        Reads `text` from the index `at`; returns the index after the last character read.
+        """Collect text between the arguments and the word that ends the call or begins the next one, then end the call
+        (`_end_call`). Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._held.append(plain)

@@ -145,8 +145,11 @@ def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, t
     """
     if not processor.languages:
         if task != "transcribe" or language not in (None, "en"):
-            what = "task" if task != "transcribe" else "language"
-            raise RequestError(f"{what}: this model transcribes English alone", param=what)
+            what, value, allowed = "language", language, "en"
+            if task != "transcribe":
+                what, value, allowed = "task", task, "transcribe"
+            problem = f"{what} is {show_value(value)}; allowed: {allowed!r}, as this model transcribes English alone"
+            raise RequestError(problem, param=what, value=value)
         return [processor.start] + [processor.no_timestamps] * (not timed)
     if language not in processor.languages:
         allowed = ", ".join(sorted(processor.languages))

@@ -123,11 +123,9 @@ def params_for(count: int, params: Any, max_model_len: int) -> list[SamplingPara
     if isinstance(params, SamplingParams):
         params = [params] * count
     if not isinstance(params, Sequence) or len(params) != count:
-        raise RequestError(
-            f"sampling_params must be one SamplingParams or one for each of the {count} prompts",
-            param="sampling_params",
-            value=params,
-        )
+        given = len(params) if isinstance(params, list | tuple) else show_value(params)
+        problem = f"sampling_params must be one SamplingParams or one for each of the {count} prompts, got {given}"
+        raise RequestError(problem, param="sampling_params", value=params)
     return [within_context(each, max_model_len, output_kind=RequestOutputKind.FINAL_ONLY) for each in params]
 
 

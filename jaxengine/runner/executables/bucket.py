@@ -54,7 +54,9 @@ class Bucket:
         return payload
 
     def names(self) -> list[str]:
-        """Return the names of the folder's files; none if it cannot be listed, which is logged as a warning."""
+        """Return the names of the folder's files: none if it is missing, if the store has stopped answering or, with a
+        warning, if it cannot be listed.
+        """
         if not self._answers:
             return []
         try:

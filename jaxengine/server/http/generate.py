@@ -15,7 +15,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.output.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.output_limit import limited
@@ -142,7 +142,8 @@ class GenerateRequest(NamedRequest):
         """
         ids = self.token_ids
         if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
-            raise RequestError("token_ids must be a list of token ids, at least one", param="token_ids")
+            problem = f"token_ids must be a list of token ids, at least one, got {show_value(ids)}"
+            raise RequestError(problem, param="token_ids")
         (ids,) = read_prompts(ids, 1, inputs, inputs.config.max_model_len - 1, param="token_ids")
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 

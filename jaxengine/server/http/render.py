@@ -66,7 +66,7 @@ class Rendered(Answer):
     """A body of /inference/v1/generate.
 
     Attributes:
-      token_offsets: of each token, the numbers of its first character in the text and of the one behind it; null if the
+      token_offsets: of each token, the numbers of its first character in the text and of the one after it; null if the
         tokens are not those of a text.
     """
 

@@ -15,7 +15,7 @@ def with_ends(
     after_begin: Sequence[tuple[str, int]] = (),
 ) -> TemplateProcessing:
     """Return a post-processor that puts tokens before and after a text. begin, end: (name, id) of the tokens; None for
-    none. after_begin: further tokens behind `begin`, if that is given. pairs: whether a pair of texts gets these tokens
+    none. after_begin: further tokens after `begin`, if that is given. pairs: whether a pair of texts gets these tokens
     too, with `end` also between the texts; otherwise a pair gets none. The second text is of type 1.
     """
     # Placeholder names stand for the tokens, whose names may have spaces. $A in a template is the text.

@@ -75,7 +75,7 @@ class Quantization:
 
     def names_of(self, module: str) -> list[str]:
         """Return the names that the checkpoint's configuration may have for `module` of the model: this name, and those
-        with prefixes, suffixes and parts changed back; of a tower's module also those behind "model.", as transformers
+        with prefixes, suffixes and parts changed back; of a tower's module also those after "model.", as transformers
         5 has all towers; for an expert's module also the name of the stack of all experts.
         """
         whole = f"{module}."  # a prefix may be all of a module's name

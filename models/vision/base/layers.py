@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TOWER
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import gelu
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.quantization.registry import PLAIN
@@ -285,6 +288,34 @@ class TowerLayer(nnx.Module):
             x = x + self.attention(self.norm1(x), turns, attend)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.norm2(x))
+
+
+def plain_layer(
+    sizes: Any,
+    source: str,
+    build: Build,
+    *,
+    eps: float,
+    norms: tuple[str, str] = ("layer_norm1", "layer_norm2"),
+    attention: tuple[str, str] = ("self_attn", "out_proj"),
+    mlp: tuple[str, str] = ("mlp.fc1", "mlp.fc2"),
+) -> TowerLayer:
+    """Return a layer with layer norms, an MLP of two matrices and biases everywhere; the default names are SigLIP's.
+
+    sizes: has hidden_size, intermediate_size, num_heads and activation (a name of ACTIVATIONS). source: checkpoint
+    module of the layer. eps: of the norms. norms, mlp: the layer's modules. attention: the module, and its output
+    projection.
+    """
+    size, module = sizes.hidden_size, f"{source}.{attention[0]}"
+    first, second = (LayerNorm(size, eps, source=f"{source}.{name}", build=build) for name in norms)
+    qkv = [Source(f"{module}.{name}_proj", size) for name in "qkv"]
+    up, down = (f"{source}.{name}" for name in mlp)
+    inner, activation = sizes.intermediate_size, ACTIVATIONS[sizes.activation]
+    return TowerLayer(
+        (first, second),
+        TowerAttention(size, sizes.num_heads, qkv=qkv, out=f"{module}.{attention[1]}", build=build),
+        TowerMLP(size, inner, up=[up], down=down, activation=activation, build=build),
+    )
 
 
 class PatchMerger(nnx.Module):

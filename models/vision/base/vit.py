@@ -40,7 +40,7 @@ class VitConfig:
         VitLayer.
       head_dim: elements of a head; None for hidden_size / num_heads.
       num_kv_heads: heads of keys and values, which num_heads is a multiple of; None for num_heads.
-      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
+      activation: a name of jaxengine.models.layers.base.activations.ACTIVATIONS.
     """
 
     hidden_size: int
@@ -281,13 +281,22 @@ class VitMLP(nnx.Module):
 
 
 class VitLayer(nnx.Module):
-    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)). qk_norms: see VitAttention."""
 
-    def __init__(self, config: VitConfig, source: str, names: VitNames, build: Build):
+    def __init__(
+        self,
+        config: VitConfig,
+        source: str,
+        names: VitNames,
+        build: Build,
+        qk_norms: tuple[nnx.Module, nnx.Module] | None = None,
+    ):
         size, eps = config.hidden_size, config.norm_eps
         self.attention_norm = LayerNorm(size, eps, source=f"{source}.{names.attention_norm}", build=build)
-        options: dict[str, Any] = {"bias": config.qkv_bias, "out_bias": config.out_bias, "build": build}
-        self.attention = VitAttention(config, source=f"{source}.{names.attention}", out=names.out, **options)
+        options: dict[str, Any] = {"bias": config.qkv_bias, "out_bias": config.out_bias, "qk_norms": qk_norms}
+        self.attention = VitAttention(
+            config, source=f"{source}.{names.attention}", out=names.out, build=build, **options
+        )
         self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 

@@ -205,7 +205,8 @@ def read_layout(folder: Path) -> dict[str, Any]:
     if layout is None:
         raise ModelFileError(path, "cannot be read: there is no such file")
     if layout.get("format") != FORMAT:
-        raise ModelFileError(path, f"format must be {FORMAT!r}; convert the model again")
+        text = f"format must be {FORMAT!r}, got {str(layout.get('format'))[:100]}; convert the model again"
+        raise ModelFileError(path, text)
     if not isinstance(layout.get("weights"), dict) or not isinstance(layout.get("mesh"), dict):
         raise ModelFileError(path, "must hold objects mesh and weights")
     if not isinstance(layout.get(HAS_SCALES, False), bool):

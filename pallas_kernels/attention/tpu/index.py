@@ -247,7 +247,8 @@ def _score_chunk(counts, table, q, weights, pool, o, buffer, arrived, *, plan: _
 
 def _scores(q: Any, weights: Any, pages: jax.Array, plan: _Plan) -> jax.Array:
     """Return the scores f32 [Q, keys] of the keys in `pages` [pages, page_size, lanes]. q, weights: references to the
-    queries and weights of a sequence. A score of zero is +0.
+    queries and weights of a sequence; without weights (None) scores are the dot products. A weighted score of zero is
+    +0.
     """
     keys = pages.reshape(plan.keys, -1).astype(plan.dtype)
     precision = lax.Precision.HIGHEST if plan.dtype == jnp.float32 else lax.Precision.DEFAULT

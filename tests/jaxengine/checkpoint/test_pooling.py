@@ -241,11 +241,11 @@ def test_the_file_about_the_input_is_named_after_the_kind_of_model(encoder_folde
         (POOLING, {"pooling_mode": "mean", "include_prompt": 0}, "include_prompt must be true or false, got 0"),
         (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
         (SENTENCE, {"do_lower_case": "yes"}, "do_lower_case must be true, false or null, got yes"),
-        (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1"),
+        (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1 or null, got -5"),
         (PROMPTS, {"prompts": {"a": 5}}, "prompts must be at most"),
         (PROMPTS, {"prompts": 0}, "prompts must be at most"),
         (PROMPTS, {"prompts": {}, "default_prompt_name": "a"}, "default_prompt_name must be one of"),
-        (PROMPTS, {"prompts": {"a": "b"}, "default_prompt_name": ["a"]}, "default_prompt_name must be one of"),
+        (PROMPTS, {"prompts": {"a": "b"}, "default_prompt_name": ["a"]}, r"must be one of a, got \['a'\]"),
         ("config.json", {"is_causal": "no"}, "is_causal must be true or false"),
     ],
 )

@@ -72,7 +72,7 @@ class Loading:
     future: Future[None]
 
     def __init__(self, load: Load, generation: int):
-        """Set the start time to now, with no parts."""
+        """Start the clock of a load of which no part has been sent. load, generation: the attributes."""
         self.load, self.generation, self.start = load, generation, time.monotonic()
         self.num_found = self.num_taken = 0
         self.num_parts: int | None = None

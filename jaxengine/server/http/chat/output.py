@@ -58,7 +58,7 @@ class ChatChoiceWriter:
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
         """Return a choice with its complete message; the text for `echo` precedes its content. Without text the content
-        is None beside reasoning or tool calls, else "". events: the parser's events for the whole output.
+        is None next to reasoning or tool calls, else "". events: the parser's events for the whole output.
         """
         parsed = message_of(events)
         content = parsed.content

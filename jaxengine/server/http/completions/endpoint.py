@@ -118,7 +118,8 @@ class CompletionRun:
         check_captured(inputs, self._config, self.params, (len(each["prompt_token_ids"]) for each in self.prompts))
         if len(self.prompts) > 1:
             if body.kv_transfer_params is not None:
-                raise RequestError("kv_transfer_params needs a single prompt", param="kv_transfer_params")
+                problem = f"kv_transfer_params needs a single prompt, got {len(self.prompts)}"
+                raise RequestError(problem, param="kv_transfer_params")
             for prompt in self.prompts:
                 inputs.prepare(prompt, self.params, options=self._options)
 

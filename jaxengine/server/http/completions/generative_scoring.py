@@ -15,7 +15,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.output.outputs import Logprob, RequestOutput
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
-from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
 from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
@@ -31,7 +31,7 @@ from jaxengine.server.http.request.protocol import HINTS, NamedRequest, usage
 
 
 class GenerativeScoringRequest(NamedRequest):
-    """A query, items, and the tokens whose probabilities behind them are asked for.
+    """A query, items, and the tokens whose probabilities after them are asked for.
 
     Attributes:
       query: a text or a list of token ids.
@@ -124,7 +124,8 @@ class _Scoring:
         """
         inputs = self._engine.inputs
         if not isinstance(given, list) or type(next(iter(given), None)) is int:
-            raise RequestError(f"{param} must be a list of texts or of lists of token ids", param=param)
+            problem = f"{param} must be a list of texts or of lists of token ids, got {show_value(given)}"
+            raise RequestError(problem, param=param)
         parts: list[Any] = read_prompts(given, most, inputs, inputs.config.max_model_len - 1, param=param)
         if not isinstance(parts[0], str):
             return parts
@@ -173,7 +174,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/generative_scoring", response_class=Response)
     @answers(GenerativeScores)
     async def score_items(body: GenerativeScoringRequest, request: Request) -> Response:
-        """Score items by the probability of a label token behind each of them; fail as a whole if one cannot be scored.
+        """Score items by the probability of a label token after each of them; fail as a whole if one cannot be scored.
         Raises RequestError, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
         """
         model, lora = await choose_model(engine, body.model, names)

@@ -145,7 +145,8 @@ async def _completion(
         prompts = one_each("prompt_token_ids", body.prompt_token_ids, len(given))
         counts = one_each("prompt_tokens", body.prompt_tokens, len(given))
     if not all(each is None or (isinstance(each, int) and each >= 0) for each in counts):
-        raise RequestError("prompt_tokens must be numbers from 0, and one number with stream", param="prompt_tokens")
+        problem = f"prompt_tokens is {show_value(body.prompt_tokens)}; allowed: numbers from 0, and one with stream"
+        raise RequestError(problem, param="prompt_tokens")
     prompts = [each.prompt_token_ids if ids is None else ids for ids, each in zip(prompts, given, strict=True)]
     inputs, name = engine.inputs, given[0].request_id
     asked = body.completion_request
@@ -204,7 +205,8 @@ def _recording(
     earlier = [] if state is None else state.output_token_ids
     prompt_ids = [] if ids is None else ids
     if not isinstance(prompt_ids, list) or not all(type(each) is int for each in prompt_ids):
-        raise RequestError("prompt_token_ids must be a list of token ids", param="prompt_token_ids")
+        problem = f"prompt_token_ids must be a list of token ids, got {show_value(prompt_ids)}"
+        raise RequestError(problem, param="prompt_token_ids")
     if isinstance(given, GivenChunk):
         if len(given.choices) > 1:
             raise RequestError(f"{field} has {len(given.choices)} choices; allowed: 1 at most", param=field)

@@ -90,7 +90,7 @@ class InputBody(PoolingBody):
     @model_validator(mode="after")
     def _check_input(self) -> Self:
         """Return this request after checking it. Raises RequestError unless it has either input or messages, for fields
-        of messages beside input, and for add_generation_prompt together with continue_final_message.
+        of messages with input, and for add_generation_prompt together with continue_final_message.
         """
         if (self.input is None) == (self.messages is None):
             problem = "input is missing" if self.input is None else "input and messages are both given"
@@ -367,5 +367,6 @@ class RerankRequest(PairsBody):
         """
         found = [each if isinstance(each, str) or "content" in each else each.get("text") for each in self.documents]
         if not found or not all(isinstance(text, (str, dict)) and text for text in found):
-            raise RequestError("documents must be texts, or objects with a text, none of them empty", param="documents")
+            problem = "documents must be texts, or objects with a text, none of them empty, got"
+            raise RequestError(f"{problem} {show_value(self.documents)}", param="documents")
         return [each for each in found if each is not None]

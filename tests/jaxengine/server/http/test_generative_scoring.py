@@ -61,7 +61,7 @@ async def test_scores_are_probabilities_of_the_first_label(app, chat_engine):
         ({"items": []}, "items holds 0 prompts; allowed: 1 to 4"),
         ({"items": ["a"] * 5}, "items holds 5 prompts; allowed: 1 to 4"),
         ({"items": [1, 2]}, "items must be a list of texts or of lists of token ids"),
-        ({"items": "a"}, "items must be a list of texts or of lists of token ids"),
+        ({"items": "a"}, "items must be a list of texts or of lists of token ids, got 'a'"),
         ({"items": ["a", [1]]}, "items must be"),
         ({"items": ["a", ""]}, "items is empty"),
         ({"query": {"a": 1}}, "query must be"),
