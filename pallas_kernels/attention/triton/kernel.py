@@ -213,8 +213,8 @@ def _attend(shape: Shape, refs: _Refs) -> None:
         token = plt.load(refs.row_tokens.at[pair // spec.num_kv_heads, index], mask=in_row, other=refs.o.shape[0])
         live = token < refs.o.shape[0]
         q = []
-        for operand, (_, width) in zip(refs.q, shape.parts, strict=True):
-            columns, mask = masked_columns(width, live)
+        for operand, each in zip(refs.q, shape.parts, strict=True):
+            columns, mask = masked_columns(each[1], live)
             q.append(plt.load(operand.at[token[:, None], query_head[:, None], columns], mask=mask, other=0))
         largest, total, acc = _softmax(shape, refs, item, q, index)
         part = refs.item_parts[item]

@@ -175,7 +175,7 @@ class Sums(Handlers):
         ahead = b.total((own["outputs"], size * _LINES))
         with b.loop(begin, end, TILE) as (column, _):
             places = self._held(b, rows, held, b.sub(column, begin))
-            sums = [b.select(is_first, each_lane(0.0), b.load(place, align=64)) for place in places]
+            sums: list[Any] = [b.select(is_first, each_lane(0.0), b.load(place, align=64)) for place in places]
             for index in range(count):
                 offset = b.total((first_line, own["outputs"], size), (own["outputs"], size * index), (column, size))
                 x = {

@@ -36,10 +36,10 @@ from tests.tables import each_row
 
 HERE = card_of_trace()
 H100, B200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"
-# (Hopper, Blackwell); B300 is of compute capability 10.3, the RTX PRO 6000 of 12.0, which has no tcgen05.
+# (Hopper, Blackwell); B300 is of compute capability 10.3.
 CARDS = dict.fromkeys((H100, "NVIDIA GH200 480GB", "NVIDIA H20"), (True, False))
 CARDS |= dict.fromkeys((B200, "NVIDIA GB200", "NVIDIA B300 SXM6 AC", "NVIDIA GB300"), (False, True))
-OTHERS = ("NVIDIA TITAN RTX", "NVIDIA RTX PRO 6000 Blackwell Server Edition")
+OTHERS = ("NVIDIA TITAN RTX", "NVIDIA GeForce RTX 2080 Ti")
 CARDS |= dict.fromkeys(OTHERS, (False, False))
 MULTIPLIES = HERE is not None and HERE.multiplies
 
@@ -369,7 +369,6 @@ def test_tiles_have_the_rows_that_registers_hold(rows, group, codes, tile):
         ("gpu", "9.0", (1, 0)),
         ("gpu", "10.0", (1, 0)),
         ("gpu", "10.3", (1, 0)),
-        ("gpu", "12.0", None),
         ("gpu", "7.5", None),
         ("cpu", "", None),
     ],

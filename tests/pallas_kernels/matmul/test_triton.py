@@ -132,8 +132,9 @@ def test_they_lower_for_a_card(caplog):
 
 
 def test_columns_of_codes_are_in_one_piece_but_for_experts():
-    sharding: Any = SimpleNamespace(device_set=[SimpleNamespace(platform="gpu", compute_capability="8.0")])
     decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), transposed_on_gpu=True)
-    assert order_of(decl, sharding) == (1, 0)
     stack = ParamDecl(("experts", "embed", "mlp"), (Source("up.weight", 4),), num_experts=4, transposed_on_gpu=True)
-    assert order_of(stack, sharding) is None
+    for capability in ("8.0", "12.0"):
+        sharding: Any = SimpleNamespace(device_set=[SimpleNamespace(platform="gpu", compute_capability=capability)])
+        assert order_of(decl, sharding) == (1, 0)
+        assert order_of(stack, sharding) is None
