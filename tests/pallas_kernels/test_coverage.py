@@ -37,6 +37,7 @@ from tests.pallas_kernels.worker import ROOT
 
 GPU_KERNELS = ("paged_attention_decode", "paged_attention_merge", "paged_attention_prefill")
 GPU_LATENT_KERNEL = "paged_attention_latent"
+TRITON_KERNELS = ("paged_attention_rows", "paged_attention_cuts")
 TPU_KERNELS = ("paged_attention_single", "paged_attention_runs")
 HEAD_DIMS, PAGE_SIZES = {64, 96, 128, 192, 256}, {8, 16, 32, 64, 128, 256}
 GROUPS = {1, 2, 7, 8, 16}  # query heads that share a kv head
@@ -158,7 +159,7 @@ def test_other_releases_of_jax_run_a_job_of_every_kernel():
     attention = [job for job in VERSIONS if job[0] == "attention"]
     rows = [(IMPLEMENTATIONS[name], BY_NAME[case], dtype) for _, name, case, dtype, *_ in attention]
     ran = set.union(*(one.kernels(one.adapted(case), dtype) for one, case, dtype in rows))
-    assert ran == {*GPU_KERNELS, GPU_LATENT_KERNEL, *TPU_KERNELS}
+    assert ran == {*GPU_KERNELS, GPU_LATENT_KERNEL, *TRITON_KERNELS, *TPU_KERNELS}
     assert any(job[:2] == ("update", TPU_EAGER.name) for job in VERSIONS)
     assert any(job[0] == "hopper_product" for job in VERSIONS)
 

@@ -74,6 +74,7 @@ UPDATE_SIZES = ((64, 1, 80, 80, True), (16, 2, 192, 128, False))
 VERSIONS: tuple[Job, ...] = (
     ("attention", MOSAIC_GPU.name, "fp8 e4m3 keys and values", "bfloat16", "needle"),
     ("attention", MOSAIC_GPU.name, "latent decodes", "bfloat16", "needle"),
+    ("attention", TRITON.name, "split decodes", "bfloat16", "needle"),
     ("attention", TPU_EAGER.name, "mixed", "bfloat16", "needle"),
     ("update", TPU_EAGER.name, "bfloat16", "runs"),
     ("hopper_product", MOSAIC_GPU.name, "pairs in groups of 32, tiles of 64"),

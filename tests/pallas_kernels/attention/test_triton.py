@@ -142,6 +142,7 @@ def test_a_decode_loads_each_key_that_it_sees_once():
         assert loaded == 2 * np.sum(keys - before[name]), name
 
 
+@pytest.mark.versions
 def test_they_lower_for_a_card():
     """To Triton modules in two custom calls, at the widths, groups, dtypes and pages that change their shapes."""
     for heads, dims, dtype, num_tokens, page_size in (

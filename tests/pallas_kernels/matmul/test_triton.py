@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxengine.models.params.declare import ParamDecl, Source
 from jaxengine.models.weights.views.parts import order_of
@@ -123,6 +124,7 @@ def _program(kind: str, rows: int, *, rounded: bool = False, codes: str = "uint8
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.versions
 def test_they_lower_for_a_card(caplog):
     """To one Triton module; not for other cards, for rounded rows, or where XLA's product is as good or better."""
     mark, most = "@__gpu$xla.gpu.triton", TritonProducts().most_rows
