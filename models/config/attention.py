@@ -312,8 +312,11 @@ class LayerAttention:
             raise ModelConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
-            raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
+        rotated = self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+        if self.rope is not None and self.rope.num_rotated > rotated:
+            allowed = f"even and at most head_dim = {rotated}, or odd and less"
+            text = f"rotary_dim, head_dim or a part of it, must be {allowed}, got {self.rope.rotary_dim}"
+            raise ModelConfigError(text)
         if self.slopes is not None:
             if len(self.slopes) != self.num_heads or not all(0 <= each < float("inf") for each in self.slopes):
                 raise ModelConfigError(f"slopes must be a finite number >= 0 for each of {self.num_heads} heads")
@@ -356,7 +359,7 @@ class LayerAttention:
                 raise ModelConfigError(f"index_n_heads must be {allowed}, got {index.num_heads}")
         elif self.latent is None or (self.latent.q_lora_rank is None and not index.reads_hidden):
             raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
-        rotated = 0 if self.rope is None else self.rope.rotary_dim
+        rotated = 0 if self.rope is None else self.rope.num_rotated
         size = rotated if self.latent is None else self.latent.qk_rope_head_dim
         if size > index.head_dim:
             name = "the rotated part of a head" if self.latent is None else "qk_rope_head_dim"
@@ -367,7 +370,7 @@ class LayerAttention:
         kept = (self.num_kv_heads, self.head_dim, self.beside_state)
         if kept != (1, compressed.head_dim, compressed.rate is not None):
             raise ModelConfigError(f"compressed keys need one kv head, and pages where blocks have keys, got {kept}")
-        if self.rope is None or min(compressed.widths) < self.rope.rotary_dim:
+        if self.rope is None or min(compressed.widths) < self.rope.num_rotated:
             raise ModelConfigError(f"compressed keys need a rope of at most their {compressed.widths} elements")
         if self.num_heads % compressed.out_groups:
             text = f"o_groups must divide num_attention_heads = {self.num_heads}, got {compressed.out_groups}"
@@ -379,8 +382,8 @@ class LayerAttention:
         """Raise ModelConfigError if the layer's other fields do not suit `blocks`."""
         if self.latent is not None or self.value_size != self.head_dim + blocks.head_dim:
             raise ModelConfigError("blocks of keys need values followed by the indexer's keys, and no latent")
-        if self.rope is None or self.rope.rotary_dim > blocks.head_dim:
-            least = 0 if self.rope is None else self.rope.rotary_dim
+        if self.rope is None or self.rope.num_rotated > blocks.head_dim:
+            least = 0 if self.rope is None else self.rope.num_rotated
             raise ModelConfigError(f"indexer_head_dim must be at least {least}, of rope, got {blocks.head_dim}")
         if self.reach is not None or self.soft_cap is not None or self.temperature is not None or self.sinks:
             raise ModelConfigError("attention to selected blocks takes no window, soft cap, temperature or sinks")
