@@ -52,7 +52,7 @@ class DeclaredForm:
       joined_up: whether the one projection in `up` is gate and up joined.
       down: the MLP's projection after the activation.
       down_bias: whether `down` of a gated MLP has a bias though `up` has none.
-      limits: for each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared or dense MLP,
+      limits: for each layer, the bounds of gate and up (ThenClamped) of experts, and of the shared or dense MLP,
         each None for none; () for none in all layers.
       inner_norm: RMS norm of the input of `down` in a gated MLP; None for none.
       experts_norm: norm after experts, which layers with a dense MLP lack; None for none.

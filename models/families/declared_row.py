@@ -7,8 +7,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
@@ -28,21 +26,10 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.layers.base.activations import SILU
-from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
+from jaxengine.models.layers.base.activations import SILU, read_activation
 from jaxengine.models.layers.experts.moe import MLP_NAMES, ExpertNames
 from jaxengine.models.params.source import ExpertRows
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_fast": gelu_tanh,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": jax.nn.relu,
-    "relu2": relu_squared,
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-}
 _NONE: Mapping[str, Any] = MappingProxyType({})
 EPS = "layer_norm_eps"
 
@@ -194,15 +181,13 @@ class Row(NamedTuple):
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json.
 
-        Raises ModelConfigError for wrong or missing fields, for an unknown activation, for one other than SiLU where
-        gates and ups have limits, and for an unsupported value of a field in `only`.
+        Raises ModelConfigError for wrong or missing fields, for an unknown activation, and for an unsupported value of
+        a field in `only`.
         """
         fields = self._canonical(text_fields(fields) if self.wrapped else fields)
         fields.require(**self.only)
-        activation = fields.text("hidden_act", self.form.activation)
+        activation = read_activation(fields, default=self.form.activation)
         activation = SILU if activation == "swish" else activation
-        if activation not in ACTIVATIONS:
-            raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         form = replace(self.form, activation=activation)
         form = form if self.choose is None else self.choose(fields, form)
         bias, output_bias, mlp_bias = (
@@ -217,8 +202,6 @@ class Row(NamedTuple):
             shared["attention"] = tuple(replace(layer, mixer_only=True) for layer in shared["attention"])
         experts = None if self.experts is None else self.experts(fields)
         named = {} if experts is None else {"activation": activation}
-        if form.limits and activation != SILU:
-            raise fields.fail("hidden_act", f"{SILU!r} for experts with limits")
         more = {} if self.more is None else self.more(fields)
         if (loops := more.get("loops")) is not None:  # each run of a layer is one of the model
             shared["attention"] = tuple(shared["attention"][stored] for stored in loops.stored)

@@ -27,6 +27,7 @@ from jaxengine.models.families.qwen3_next import LINEAR, gated_inputs, hybrid_fi
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import QK_NORMS, StepInputs
 from jaxengine.models.layers.attention.blocks.mean_blocks import MeanBlockAttention
+from jaxengine.models.layers.base.activations import SILU, read_activation
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.states.ngrams import GatedNGrams
@@ -54,7 +55,6 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": 512,
     "num_experts_per_tok": 10,
 }
-_GATES = ("silu", "sigmoid")
 # Of n-grams: numbers that follow from the configuration, a look-up table, and statistics of hashes; and a part that the
 # last mixer lacks.
 _STATISTICS = (".ple_embedding.hashstats_",)
@@ -204,14 +204,12 @@ def _with_blocks(
     `hidden_act` where it is absent, and with values that all have room for the indexer's key. Raises ModelConfigError
     for another gate.
     """
-    gate = fields.text("output_gate_type", None) or fields.text("hidden_act", _GATES[0])
-    if gate not in _GATES:
-        raise fields.fail("output_gate_type", " or ".join(_GATES))
+    gate = read_activation(fields, "output_gate_type", fields.text("hidden_act", SILU))
     made = []
     for layer in layers:
         width = layer.head_dim + (0 if blocks is None else blocks.head_dim)
         if isinstance(layer.state, GatedDelta):
-            state = replace(layer.state, sigmoid_gate=gate == _GATES[1])
+            state = replace(layer.state, gate=gate)
             made.append(replace(layer, state=state, value_size=width))
         else:
             made.append(replace(layer, blocks=blocks, value_size=width))

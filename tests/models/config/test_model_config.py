@@ -131,7 +131,7 @@ def test_layers_must_fit_one_pool():
         ({"window": 0}, "window must be an integer >= 1 and <= 2147483647, got 0"),
         ({"soft_cap": 0.0}, "soft_cap must be a finite number > 0, got 0.0"),
         ({"scale": float("inf")}, "scale must be a finite number > 0, got inf"),
-        ({"head_dim": 14}, "rotary_dim must be at most head_dim = 14, got 16"),
+        ({"head_dim": 14}, "must be even and at most head_dim = 14, or odd and less, got 16"),
     ):
         with pytest.raises(ModelConfigError, match=message):
             dataclasses.replace(layer, **changes)
@@ -236,7 +236,7 @@ def test_unusable_config(changes, message):
         ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "long_factor is missing from the model conf"),
         ({**PHI3, "rope_scaling": {"type": "linear"}}, "rope_type of Phi-3 must be default, longrope, su or yarn, got"),
         ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number > 0 and <= 1, got 1.5"),
-        ({**PHI3, "partial_rotary_factor": 0.7}, "rotary_dim, head_dim or a part of it, must be even.*got 11"),
+        ({**PHI3, "partial_rotary_factor": 0.05}, "rotary_dim, head_dim or a part of it, must be >= 1.*got 0"),
         ({**GEMMA2, "hidden_activation": "selu"}, "hidden_activation must be 'gelu_pytorch_tanh' or 'gelu'"),
         ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention must be false or absent"),
         ({**GEMMA2, "layer_types": ["full_attention"]}, "layer_types must be a list of 3"),

@@ -383,7 +383,7 @@ def in_text(**changes: Any) -> dict[str, Any]:
         (MINIMAX | {"qk_norm_type": "per_head"}, 'qk_norm_type must be "per_layer" or absent'),
         (MINIMAX | {"rotary_dim": 256}, "partial_rotary_factor must be a number > 0 and <= 1"),
         (MINIMAX | {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0 or absent"),
-        (ERNIE | {"use_bias": True}, "use_bias must be false or absent"),
+        (ERNIE | {"use_bias": 1}, "use_bias must be true or false, got 1"),
         (HUNYUAN | {"moe_topk": [8] * 31 + [4]}, "moe_topk must be an integer, or a list of the same one"),
         (HUNYUAN | {"num_shared_expert": 2}, "num_shared_expert must be 1 in every layer"),
         (HUNYUAN | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "alpha is missing"),
