@@ -224,6 +224,7 @@ class LayerAttention:
       causal: whether a token attends to itself and earlier tokens only; otherwise to its whole sequence, whose tokens
         are then in one step.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
+      clip: bound of queries and keys after their norms, and of values; None for none.
       qk_norm: whether each head of q and k has an RMS norm before rope, unless the family passes other norms to
         Attention.
       sinks: whether each head has a learned logit that takes a share of the softmax and adds no value (Xiao et al.
@@ -269,6 +270,7 @@ class LayerAttention:
     lookback: int = 0
     causal: bool = True
     soft_cap: float | None = None
+    clip: float | None = None
     qk_norm: bool = False
     sinks: bool = False
     bias: bool = False
@@ -304,7 +306,7 @@ class LayerAttention:
             raise ModelConfigError(f"lookback must be at least 0, and 0 without chunk, got {self.lookback}")
         if not self.causal and not (self.chunk is self.state is None):
             raise ModelConfigError("attention to later tokens takes no chunk and no state")
-        for name in ("scale", "soft_cap"):
+        for name in ("scale", "soft_cap", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ModelConfigError(f"{name} must be a finite number > 0, got {value!r}")
@@ -312,7 +314,8 @@ class LayerAttention:
             raise ModelConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        rotated = self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+        own = self.latent if self.state is None else None  # states have sizes of their own
+        rotated = self.head_dim if own is None else own.qk_rope_head_dim
         if self.rope is not None and self.rope.num_rotated > rotated:
             allowed = f"even and at most head_dim = {rotated}, or odd and less"
             text = f"rotary_dim, head_dim or a part of it, must be {allowed}, got {self.rope.rotary_dim}"

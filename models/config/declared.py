@@ -40,7 +40,6 @@ class DeclaredForm:
         the norm `inter_norm`, both in `self_attn`; None where that projection returns queries.
       out: projection after attention.
       heads_norm: RMS norm of the outputs of all heads at once, before that projection; None for none.
-      clip: bound of projected queries, keys and values; None for none.
       qk_norms: names of the norms of q and k, () for none. qk_norm: their kind. qk_norms_last: whether they follow
         rope.
       reversed_rope: whether rope rotates in the opposite direction.
@@ -89,7 +88,6 @@ class DeclaredForm:
     query_rank: int | None = None
     out: str = "self_attn.o_proj"
     heads_norm: str | None = None
-    clip: float | None = None
     qk_norms: tuple[str, ...] = ()
     qk_norm: str = LAYER
     qk_norms_last: bool = False

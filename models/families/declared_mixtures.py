@@ -12,7 +12,15 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, LAYER_CONFIG, SLIDING, layer_kinds
 from jaxengine.models.families.declared_experts import shared_of_size
-from jaxengine.models.families.declared_row import EPS, Row, kinds_of_ropes, no_rope, rope_in_windows, softmax_experts
+from jaxengine.models.families.declared_row import (
+    EPS,
+    Row,
+    clipped,
+    kinds_of_ropes,
+    no_rope,
+    rope_in_windows,
+    softmax_experts,
+)
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames
@@ -336,7 +344,7 @@ MIXTURE_ROWS: dict[str, Row] = {
         output_bias=False,
         mlp_bias=False,
         adapt=_dbrx_fields,
-        choose=lambda fields, form: replace(form, clip=fields.number("clip_qkv", None)),
+        each_layer=clipped,
         experts=softmax_experts,
         experts_in="ffn",
         expert_names=ExpertNames(gate="w1", up="v1", down="w2", router="router.layer"),

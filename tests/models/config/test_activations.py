@@ -87,6 +87,11 @@ def test_convolutions_before_states_have_the_activation_of_the_file(name, field)
     assert {state.activation for state in states if state is not None} == {"relu"}
 
 
+@each_row("name", ["llama", "stablelm", "laguna"])
+def test_swish_is_silu(name):
+    assert read_hf(recorded(name, hidden_act="swish")) == read_hf(recorded(name, hidden_act="silu"))
+
+
 @each_row(("name", "has_head"), [("ernie4_5_moe", True), ("ernie4_5_vl_vision", False)])
 def test_biases_of_ernie_with_experts(name, has_head):
     """One switch for all, but logits have one only without a tower."""

@@ -377,7 +377,7 @@ def in_text(**changes: Any) -> dict[str, Any]:
         (GLM4 | {"n_group": 64, "topk_group": 2}, "num_per_token must be at most the 4 of topk_group groups, got 8"),
         (GLM4 | {"num_nextn_predict_layers": 2000}, "num_nextn_predict_layers must be an integer >= 0 and <= 1024"),
         (QWEN2 | {"use_sliding_window": True}, "layer_types must be given where use_sliding_window is true"),
-        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv must be absent, got 8.0"),
+        (OLMOE | {"clip_qkv": -8.0}, "clip_qkv must be a finite number > 0, got -8.0"),
         (MINIMAX | {"attn_type_list": [0] + [1] * 61}, "attn_type_list must be ones"),
         (MINIMAX | {"attn_type_list": 1}, "attn_type_list must be ones"),
         (MINIMAX | {"qk_norm_type": "per_head"}, 'qk_norm_type must be "per_layer" or absent'),

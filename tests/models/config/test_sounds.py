@@ -241,6 +241,8 @@ def test_granite_speech():
     # A plain one has no such field: transformers ignores it.
     plain = {**GRANITE_SPEECH["encoder_config"], "cat_hidden_layers": [3]}
     assert read_hf({**GRANITE_SPEECH, "encoder_config": plain}).tower == tower
+    one = {**GRANITE_SPEECH["encoder_config"], "num_layers": 1}  # which adds no guess of the text
+    assert read_hf({**GRANITE_SPEECH, "encoder_config": one}).tower.num_layers == 1
     plus = read_hf(GRANITE_PLUS).tower
     assert (plus.joined, plus.heard_size, plus.adapter) == ((3,), 2048, None)
 
