@@ -9,7 +9,7 @@ from tests.fixtures.changed_models import CASES, PROMPT, RECORD, TOKENS, write
 from tests.models.conftest import PagedRun, load_checkpoint
 
 # Further states and MLPs, whose activations are found where these have theirs.
-FURTHER = ("falcon_h1", "hy_v4", "kimi_linear", "minimax")
+FURTHER = ("axk2", "falcon_h1", "hy_v4", "kimi_linear", "minimax")
 
 
 @pytest.mark.parametrize(
