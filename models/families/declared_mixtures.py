@@ -222,9 +222,10 @@ _STEP = Row(
         "moe_intermediate_size": 1280,
         "shared_expert_intermediate_size": 1280,
         "attention_bias": False,
+        "mlp_bias": False,
     },
     only={
-        "mlp_bias": False,
+        "hidden_act": "silu",  # transformers has no other, whatever the file says
         "gating": True,
         "use_head_wise_attn_gate": True,
         "use_qk_norm": True,
@@ -251,7 +252,7 @@ _STEP = Row(
     choose=_step_form,
     each_layer=_step_layer,
     experts=shared_of_size,
-    **_UNBIASED,
+    **_UNBIASED | {"mlp_bias": "mlp_bias"},
 )
 
 

@@ -169,7 +169,6 @@ class DeepseekV4ForCausalLM(Decoder):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**DEFAULTS)
         fields.require(num_key_value_heads=1, norm_topk_prob=True, n_shared_experts=1, attention_bias=False)
-        fields.require(mlp_bias=False)
         size, dim, kinds = fields.integer("moe_intermediate_size"), fields.integer("head_dim"), _layer_kinds(fields)
         ropes = read_ropes(fields, dim)
         keys = {kind: _read_keys(fields, kind, dim) for kind in dict.fromkeys(kinds)}
@@ -180,6 +179,7 @@ class DeepseekV4ForCausalLM(Decoder):
         return shared | {
             "attention": tuple(replace(each, state=keys[kind], beside_state=kind != WINDOW) for each, kind in layers),
             "experts": experts,
+            "mlp_bias": fields.boolean("mlp_bias", False),
             "hyper_connections": read_connections(fields),
         }
 

@@ -53,7 +53,7 @@ def test_mlps_and_experts_have_the_activation_of_the_file(name, field):
     assert not any(node.fuses for node in nodes if isinstance(node, MixtureOfExperts) and node.is_gated)
 
 
-@each_row("name", ["deepseek_v4", "glm5_next", "hy_v4", "step3p5", "dory", "aria_text"])
+@each_row("name", ["deepseek_v4", "glm5_next", "hy_v4", "dory", "aria_text"])
 def test_what_is_clamped_has_the_activation_of_the_file(name):
     """But the experts of some families have a SiLU, as in transformers."""
     made = nnx.eval_shape(lambda: build_model(read_hf(of_text(name, hidden_act="relu")), Build("float32")))

@@ -249,7 +249,7 @@ def test_an_mscale_of_zero_is_none():
     assert rope and read_hf(raw | {"rope_parameters": of_all}) == read_hf(raw | {"rope_parameters": without})
 
 
-@each_row("name", ["deepseek_v2", "hy_v3", "aria_text"])
+@each_row("name", ["deepseek_v2", "hy_v3", "aria_text", "deepseek_v4", "step3p5"])
 def test_biases_of_mlps_are_those_of_shared_ones_too(name):
     made = nnx.eval_shape(lambda: build_model(read_hf(recorded(name, mlp_bias=True)), Build("float32")))
     found = [node.shared for _, node in nnx.iter_graph(made) if isinstance(node, MixtureOfExperts)]

@@ -310,6 +310,7 @@ def test_baichuan_of_7_and_of_13_billion():
         ("mpt", {"norm_type": "rmsnorm"}, "norm_type must be layernorm or low_precision_layernorm, got 'rmsnorm'"),
         ("mpt", {"no_bias": False}, "no_bias must be true or absent"),
         ("bloom", {"n_head": 1 << 40}, "num_attention_heads must be|num_heads must be"),
+        ("step3p5", {"hidden_act": "gelu"}, 'hidden_act must be "silu" or absent'),
         ("nanochat", {"hidden_act": "prelu"}, "hidden_act must be one of gelu"),
         ("step3p5", {"layer_types": ["full_attention"] * 4}, "layer_types must be a list of 3 or 5 entries"),
         ("step3p5", {"swiglu_limits": [7.0]}, "swiglu_limits must be a list of 3 or 5 entries"),
