@@ -15,6 +15,8 @@ from jaxengine.models.registry import build_model, read_hf
 from tests.models.config.test_as_transformers import recorded
 from tests.tables import each_row
 
+GATE = {"qwen4_exp": {"output_gate_type": "sigmoid"}}  # by default the activation, of which it takes two
+
 
 def of_text(name: str, **own: Any) -> dict[str, Any]:
     """The same with changes of the text's fields, which may be nested."""
@@ -45,7 +47,7 @@ def of_text(name: str, **own: Any) -> dict[str, Any]:
 )
 def test_mlps_and_experts_have_the_activation_of_the_file(name, field):
     """Each family that makes them by itself; those of others are Llama's."""
-    config = read_hf(of_text(name, **{field: "relu"}))
+    config = read_hf(of_text(name, **{field: "relu"}, **GATE.get(name, {})))
     made = nnx.eval_shape(lambda: build_model(config, Build("float32")))
     nodes = [node for _, node in nnx.iter_graph(made) if isinstance(node, (GatedMLP, MLP, MixtureOfExperts))]
     found = {getattr(node.activation, "activation", node.activation) for node in nodes}
@@ -83,7 +85,7 @@ def of_clamped(function: Any) -> Any:
     ],
 )
 def test_convolutions_before_states_have_the_activation_of_the_file(name, field):
-    states = [layer.state for layer in read_hf(of_text(name, **{field: "relu"})).attention]
+    states = [layer.state for layer in read_hf(of_text(name, **{field: "relu"}, **GATE.get(name, {}))).attention]
     assert {state.activation for state in states if state is not None} == {"relu"}
 
 

@@ -73,7 +73,7 @@ def test_a_tower_brings_places_and_the_text_has_its_own_end():
         ({"indexer_budget": 40}, "indexer_budget must be a multiple of indexer_compress_ratio, 16, got 40"),
         ({"indexer_head_dim": 128}, "indexer_head_dim must be at least 256, of rope, got 128"),
         ({"layer_types": ["sliding_attention"] * 40}, "layer_types must be a list of 40 of linear_attention, "),
-        ({"output_gate_type": "prelu"}, "output_gate_type must be one of gelu, "),
+        ({"output_gate_type": "relu"}, "output_gate_type must be silu or sigmoid, got 'relu'"),
         ({"hidden_act": "prelu"}, "hidden_act must be 'silu' or 'gelu' or "),
         ({"hc_count": 1}, "hc_mult must be"),
         ({"ple_layer_ids": [4], "eos_token_id": 1}, "ple_layer_ids must be a list of numbers of layers of linear_att"),
