@@ -224,6 +224,7 @@ class LayerAttention:
       causal: whether a token attends to itself and earlier tokens only; otherwise to its whole sequence, whose tokens
         are then in one step.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
+      clip: bound of queries and keys after their norms, and of values; None for none.
       qk_norm: whether each head of q and k has an RMS norm before rope, unless the family passes other norms to
         Attention.
       sinks: whether each head has a learned logit that takes a share of the softmax and adds no value (Xiao et al.
@@ -269,6 +270,7 @@ class LayerAttention:
     lookback: int = 0
     causal: bool = True
     soft_cap: float | None = None
+    clip: float | None = None
     qk_norm: bool = False
     sinks: bool = False
     bias: bool = False
@@ -304,7 +306,7 @@ class LayerAttention:
             raise ModelConfigError(f"lookback must be at least 0, and 0 without chunk, got {self.lookback}")
         if not self.causal and not (self.chunk is self.state is None):
             raise ModelConfigError("attention to later tokens takes no chunk and no state")
-        for name in ("scale", "soft_cap"):
+        for name in ("scale", "soft_cap", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ModelConfigError(f"{name} must be a finite number > 0, got {value!r}")
@@ -312,8 +314,12 @@ class LayerAttention:
             raise ModelConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
-            raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
+        own = self.latent if self.state is None else None  # states have sizes of their own
+        rotated = self.head_dim if own is None else own.qk_rope_head_dim
+        if self.rope is not None and self.rope.num_rotated > rotated:
+            allowed = f"even and at most head_dim = {rotated}, or odd and less"
+            text = f"rotary_dim, head_dim or a part of it, must be {allowed}, got {self.rope.rotary_dim}"
+            raise ModelConfigError(text)
         if self.slopes is not None:
             if len(self.slopes) != self.num_heads or not all(0 <= each < float("inf") for each in self.slopes):
                 text = f"slopes must be a finite number >= 0 for each of {self.num_heads} heads, got {self.slopes}"
@@ -357,7 +363,7 @@ class LayerAttention:
                 raise ModelConfigError(f"index_n_heads must be {allowed}, got {index.num_heads}")
         elif self.latent is None or (self.latent.q_lora_rank is None and not index.reads_hidden):
             raise ModelConfigError("q_lora_rank must be set where an indexer reads the latent of queries, got None")
-        rotated = 0 if self.rope is None else self.rope.rotary_dim
+        rotated = 0 if self.rope is None else self.rope.num_rotated
         size = rotated if self.latent is None else self.latent.qk_rope_head_dim
         if size > index.head_dim:
             name = "the rotated part of a head" if self.latent is None else "qk_rope_head_dim"
@@ -368,7 +374,7 @@ class LayerAttention:
         kept = (self.num_kv_heads, self.head_dim, self.beside_state)
         if kept != (1, compressed.head_dim, compressed.rate is not None):
             raise ModelConfigError(f"compressed keys need one kv head, and pages where blocks have keys, got {kept}")
-        if self.rope is None or min(compressed.widths) < self.rope.rotary_dim:
+        if self.rope is None or min(compressed.widths) < self.rope.num_rotated:
             raise ModelConfigError(f"compressed keys need a rope of at most their {compressed.widths} elements")
         if self.num_heads % compressed.out_groups:
             text = f"o_groups must divide num_attention_heads = {self.num_heads}, got {compressed.out_groups}"
@@ -380,8 +386,8 @@ class LayerAttention:
         """Raise ModelConfigError if the layer's other fields do not suit `blocks`."""
         if self.latent is not None or self.value_size != self.head_dim + blocks.head_dim:
             raise ModelConfigError("blocks of keys need values followed by the indexer's keys, and no latent")
-        if self.rope is None or self.rope.rotary_dim > blocks.head_dim:
-            least = 0 if self.rope is None else self.rope.rotary_dim
+        if self.rope is None or self.rope.num_rotated > blocks.head_dim:
+            least = 0 if self.rope is None else self.rope.num_rotated
             raise ModelConfigError(f"indexer_head_dim must be at least {least}, of rope, got {blocks.head_dim}")
         if self.reach is not None or self.soft_cap is not None or self.temperature is not None or self.sinks:
             raise ModelConfigError("attention to selected blocks takes no window, soft cap, temperature or sinks")

@@ -40,7 +40,6 @@ class DeclaredForm:
         the norm `inter_norm`, both in `self_attn`; None where that projection returns queries.
       out: projection after attention.
       heads_norm: RMS norm of the outputs of all heads at once, before that projection; None for none.
-      clip: bound of projected queries, keys and values; None for none.
       qk_norms: names of the norms of q and k, () for none. qk_norm: their kind. qk_norms_last: whether they follow
         rope.
       reversed_rope: whether rope rotates in the opposite direction.
@@ -52,7 +51,7 @@ class DeclaredForm:
       joined_up: whether the one projection in `up` is gate and up joined.
       down: the MLP's projection after the activation.
       down_bias: whether `down` of a gated MLP has a bias though `up` has none.
-      limits: for each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared or dense MLP,
+      limits: for each layer, the bounds of gate and up (ThenClamped) of experts, and of the shared or dense MLP,
         each None for none; () for none in all layers.
       inner_norm: RMS norm of the input of `down` in a gated MLP; None for none.
       experts_norm: norm after experts, which layers with a dense MLP lack; None for none.
@@ -89,7 +88,6 @@ class DeclaredForm:
     query_rank: int | None = None
     out: str = "self_attn.o_proj"
     heads_norm: str | None = None
-    clip: float | None = None
     qk_norms: tuple[str, ...] = ()
     qk_norm: str = LAYER
     qk_norms_last: bool = False

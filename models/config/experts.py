@@ -25,6 +25,7 @@ class ExpertsConfig:
         sqrtsoftplus, the square root of softplus).
       correction_bias: whether a learned number is added to each expert's score for the choice of experts, not for their
         weights (Wang et al. 2024, arXiv:2408.15664).
+      logit_soft_cap: router logits become cap * tanh(logit / cap); None for no cap.
       corrects_logits: whether that number is added to the router's logits instead of the scores.
       num_expert_group: number of equal groups of experts.
       topk_group: a token's experts are chosen among its best `topk_group` groups (DeepSeek-AI 2024, arXiv:2412.19437).
@@ -32,7 +33,7 @@ class ExpertsConfig:
       min_weight_sum: least divisor when weights are scaled to add up to one.
       apply_router_weight_on_input: whether weights multiply the experts' inputs instead of their outputs.
       swiglu_alpha, swiglu_limit: parameters of the clamped SwiGLU activation, for families that have it.
-      limits: for each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared MLP, each None
+      limits: for each layer, the bounds of gate and up (ThenClamped) of experts, and of the shared MLP, each None
         for none; layers beyond the end have none. For families that have them in some layers.
       bias: whether the router and the experts' matrices have biases.
       shared_intermediate_size: feed-forward size of the shared dense MLP that is applied to every token in addition; 0
@@ -66,6 +67,7 @@ class ExpertsConfig:
     scoring_func: str = "softmax"
     correction_bias: bool = False
     corrects_logits: bool = False
+    logit_soft_cap: float | None = None
     num_expert_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
@@ -139,3 +141,6 @@ class ExpertsConfig:
         ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ModelConfigError(f"experts: {name} must be a finite number > 0, got {getattr(self, name)!r}")
+        if self.logit_soft_cap is not None and not 0 < self.logit_soft_cap < float("inf"):
+            text = f"a finite number > 0 or None, got {self.logit_soft_cap!r}"
+            raise ModelConfigError(f"experts: logit_soft_cap must be {text}")

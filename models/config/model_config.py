@@ -72,7 +72,8 @@ class ModelConfig:
     `scored_tokens` is the number of tokens, the first ones, that have logits; None for all. `embedding_multiplier` is
     a factor of embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale`
     of logits; `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind, except, with
-    `normed_outputs`, of those of the outputs of a layer's parts.
+    `normed_outputs`, of those of the outputs of a layer's parts. `norm_gate_rank` is the inner size of the gates of
+    norms in families that have such; 0 for none.
     `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
     predict further tokens, and those that are not read. `skipped_layers` are the numbers of layers that do nothing, and
     whose weights are not read. `pooler` is None for a model that generates. Token ids are None
@@ -108,6 +109,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     multipliers: Multipliers | None = None
     normed_outputs: NormedOutputs | None = None
+    norm_gate_rank: int = 0
     experts: ExpertsConfig | None = None
     num_nextn_predict_layers: int = 0
     num_unread_layers: int = 0
@@ -153,6 +155,7 @@ class ModelConfig:
         if not self.attention:
             raise ModelConfigError("attention must hold one entry per layer, at least one, got none")
         self._check_heads()
+        check_size("norm_gate_rank", self.norm_gate_rank, MAX_HIDDEN, 0)
         check_size("layer_input_size", self.layer_input_size, MAX_HIDDEN, 0)
         check_size("layer_input_rows", self.layer_input_rows, MAX_VOCAB, 0)
         if self.ffn_sizes and len(self.ffn_sizes) != len(self.attention):

@@ -193,13 +193,15 @@ def read_mscale(fields: ConfigFields, name: str) -> float:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotation of the first `rotary_dim` (even) elements of each head of a layer's queries and keys.
+    """Rotation of the first `num_rotated` elements of each head of a layer's queries and keys.
 
     Attributes:
+      rotary_dim: elements of a head that count in frequencies; if they are odd, one more is rotated as in
+        transformers.
       theta: base of the frequencies; pair i rotates by theta ** (-2 i / rotary_dim) radians per position, unscaled.
       scaling: for long contexts; None for none.
-      interleaved: whether a pair is elements 2i and 2i + 1, as in GPT-J; otherwise i and i + rotary_dim / 2.
-      sections: how many of the rotary_dim / 2 pairs rotate by a token's M-RoPE position in time, in height and in width
+      interleaved: whether a pair is elements 2i and 2i + 1, as in GPT-J; otherwise i and i + num_rotated / 2.
+      sections: how many of the pairs rotate by a token's M-RoPE position in time, in height and in width
         (Wang et al. 2024, arXiv:2409.12191); with four counts, how many rotate by its plain position, then those three
         (HunyuanOCR); empty where all rotate by its position.
       sections_interleaved: whether pairs alternate between time, height and width while there are any of height and
@@ -218,10 +220,10 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.sections and (
-            len(self.sections) not in (3, 4) or sum(self.sections) != self.rotary_dim // 2 or min(self.sections) < 0
+            len(self.sections) not in (3, 4) or sum(self.sections) != self.num_rotated // 2 or min(self.sections) < 0
         ):
             raise ModelConfigError(
-                f"mrope_section must be three counts that sum up to rotary_dim / 2 = {self.rotary_dim // 2}, got "
+                f"mrope_section must be three counts that sum up to rotary_dim / 2 = {self.num_rotated // 2}, got "
                 f"{list(self.sections)}"
             )
         if len(self.sections) == 4 and self.sections_interleaved:
@@ -233,10 +235,9 @@ class Rope:
             )
         if not 1 < self.theta < float("inf"):
             raise ModelConfigError(f"rope_theta must be a finite number > 1, got {self.theta!r}")
-        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= MAX_HEAD_DIM:
-            raise ModelConfigError(
-                f"rotary_dim, head_dim or a part of it, must be even, >= 2 and <= {MAX_HEAD_DIM}, got {self.rotary_dim}"
-            )
+        if not 1 <= self.rotary_dim <= MAX_HEAD_DIM:
+            text = f"rotary_dim, head_dim or a part of it, must be >= 1 and <= {MAX_HEAD_DIM}, got {self.rotary_dim}"
+            raise ModelConfigError(text)
         try:
             with np.errstate(all="ignore"):
                 usable = np.isfinite(self.frequencies()).all()
@@ -246,6 +247,11 @@ class Rope:
             usable = False
         if not usable:
             raise ModelConfigError(f"rope must give finite frequencies, got theta {self.theta} with {self.scaling}")
+
+    @property
+    def num_rotated(self) -> int:
+        """Elements of a head that are rotated, an even number: those of its pairs."""
+        return self.rotary_dim + self.rotary_dim % 2
 
     def up_to(self, num_positions: int) -> Rope:
         """Return the rope for an engine whose sequences have at most `num_positions` tokens.
@@ -263,30 +269,30 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Return the section of each rotated pair, i32[rotary_dim / 2], an index into `sections`. Valid only for a rope
-        with sections.
+        """Return the section of each rotated pair, i32[num_rotated / 2], an index into `sections`. Valid only for a
+        rope with sections.
         """
         if self.time_last:
             time, height, width = self.sections
             return np.asarray([1, 2] * height + [0] * time, np.int32)[: height + width + time]
         if not self.sections_interleaved:
             return np.repeat(np.arange(len(self.sections), dtype=np.int32), self.sections)
-        sections = np.zeros(self.rotary_dim // 2, np.int32)
+        sections = np.zeros(self.num_rotated // 2, np.int32)
         for section, count in list(enumerate(self.sections))[1:]:
             sections[section : 3 * count : 3] = section
         return sections
 
     def frequencies(self) -> np.ndarray:
-        """Return the radians per position of each rotated pair, float64[rotary_dim / 2]. Raises ModelConfigError if the
-        number of scaling factors differs from that of pairs.
+        """Return the radians per position of each rotated pair, float64[num_rotated / 2]. Raises ModelConfigError if
+        the number of scaling factors differs from that of pairs.
         """
         return rope_frequencies(self.rotary_dim, self.theta, self.scaling)
 
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the radians per position of each rotated pair, float64[rotary_dim / 2], divided as `scaling` says (None:
-    not at all). With longrope its long factors are used; with "proportional" the pairs after the share `rotated` get 0.
-    Raises ModelConfigError if there is not one factor for each pair.
+    """Return the radians per position of each rotated pair, float64[ceil(rotary_dim / 2)], divided as `scaling` says
+    (None: not at all). With longrope its long factors are used; with "proportional" the pairs after the share `rotated`
+    get 0. Raises ModelConfigError if there is not one factor for each pair.
     """
     freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:
@@ -298,7 +304,7 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
     if scaling.rope_type == "yarn":
         return _yarn(freqs, rotary_dim, theta, scaling)
     if scaling.rope_type == "proportional":
-        pairs = np.arange(rotary_dim // 2)
+        pairs = np.arange(len(freqs))
         return np.where(pairs < scaling.rotated * rotary_dim // 2, freqs / scaling.factor, 0.0)
     if len(scaling.factors) != len(freqs):
         raise ModelConfigError(
@@ -320,9 +326,10 @@ def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp: kept up to the pair with beta_fast rotations in the
-    original context, divided by `factor` from the pair with beta_slow rotations on, and blended linearly between. The
-    borders are fractions of pairs, or with `truncate` the whole pairs around them, and lie within the head.
+    """Return frequencies f64[ceil(rotary_dim / 2)] scaled by YaRN's ramp: kept up to the pair with beta_fast rotations
+    in the original context, divided by `factor` from the pair with beta_slow rotations on, and blended linearly
+    between. The borders are fractions of pairs, or with `truncate` the whole pairs around them, and lie within the
+    head.
     """
 
     def dimension_with(turns: float) -> float:
@@ -335,5 +342,5 @@ def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     width = high - low if high != low else 0.001
-    stretched = np.clip((np.arange(rotary_dim // 2) - low) / width, 0.0, 1.0)
+    stretched = np.clip((np.arange(len(freqs)) - low) / width, 0.0, 1.0)
     return freqs * (1 - stretched) + freqs / scaling.factor * stretched

@@ -160,13 +160,14 @@ class GatedDelta:
       num_v_heads: heads of values, a multiple of num_k_heads.
       k_head_dim, v_head_dim: elements of a key, and of a value.
       conv_kernel: tokens that the convolution over queries, keys and values sees, the token itself included.
-      by_element: whether each element of a key has its own decay (Kimi Team 2025, arXiv:2510.26692) and a sigmoid gates
-        the output; otherwise there is one decay per head, and a SiLU gates the output.
+      by_element: whether each element of a key has its own decay (Kimi Team 2025, arXiv:2510.26692); otherwise there is
+        one decay per head.
       rank: size of the low-rank intermediate from which decays and gates are projected; None if they are projected
         directly from the hidden state.
       whole_gates: whether gates are projected directly from the hidden state although `rank` is set.
       lower_bound: lower bound of the logarithm of a token's decay, approached by a sigmoid; None for no bound.
-      sigmoid_gate: whether a sigmoid gates the output where decays are of heads, too.
+      activation: name of the function after the convolution.
+      gate: name of the function of the output's gates; None for a sigmoid with `by_element`, otherwise a SiLU.
       ngrams: embeddings of n-grams that the layer adds before the delta net, with arrays of their own; None for none.
       beta_scale: factor of the sigmoid that gives a token's step towards its value. With 2.0 steps may overshoot, which
         changes the sign of the state's component along the key.
@@ -182,7 +183,8 @@ class GatedDelta:
     whole_gates: bool = False
     lower_bound: float | None = None
     beta_scale: float = 1.0
-    sigmoid_gate: bool = False
+    activation: str = "silu"
+    gate: str | None = None
     ngrams: NGrams | None = None
 
     def __post_init__(self) -> None:
@@ -244,14 +246,14 @@ class LinearState:
       head_dim: elements of a query, of a key and of a value.
       num_groups: groups of heads whose outputs are normed together, a divisor of num_heads; 1 for all heads at once.
       qk_norm: whether queries and keys are normed; only in Ling 2.5's form, whose queries and keys have rope.
-      silu: whether queries, keys and values pass a SiLU in Ling 2.5's form; in MiniMax's they always do.
+      activation: name of the function that queries, keys and values pass, "linear" for none.
     """
 
     num_heads: int
     head_dim: int
     num_groups: int = 1
     qk_norm: bool = False
-    silu: bool = False
+    activation: str = "silu"
 
     def __post_init__(self) -> None:
         check_size("linear attention: num_heads", self.num_heads, MAX_HEADS)
@@ -290,6 +292,7 @@ class StateSpace:
       conv_kernel: tokens that the convolution over inputs, B and C sees, the token itself included.
       conv_bias, bias, output_bias: biases of the convolution, and of the projections before and after it.
       norm: RMS norm over each group of the output, "after" or "before" it is gated, or None for no norm.
+      activation: name of the function after the convolution.
       dt_limits: bounds of a token's time step.
       multipliers: factors of the projected gate, inputs, B, C, and time steps.
     """
@@ -303,6 +306,7 @@ class StateSpace:
     bias: bool = False
     output_bias: bool = False
     norm: str | None = "after"
+    activation: str = "silu"
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     multipliers: tuple[float, ...] = (1.0,) * 5
 
@@ -363,6 +367,7 @@ class SelectiveScan:
       norms: kind of the RMS norms of the inputs of time steps, B and C: "weighted", "plain" (without weights), or None
         for no norms.
       eps: epsilon of these norms.
+      activation: name of the function after the convolution.
       num_heads: groups of channels, each with B, C and inputs of time steps of its own, projected from its channels;
         None if they are projected from all channels, for all.
     """
@@ -375,6 +380,7 @@ class SelectiveScan:
     bias: bool = False
     norms: str | None = None
     eps: float = 1e-6
+    activation: str = "silu"
     num_heads: int | None = None
 
     def __post_init__(self) -> None:
@@ -445,8 +451,9 @@ class GatedRecurrence:
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
     """Return the StateSpace in the fields that configurations with Mamba-2 share. inner_size: elements of a token's
-    inputs in all heads together. norm: StateSpace.norm. Raises ModelConfigError for fields that are missing or wrong,
-    and if the heads together do not have inner_size elements.
+    inputs in all heads together. norm: StateSpace.norm. `hidden_act` is the activation, which the caller has checked.
+    Raises ModelConfigError for fields that are missing or wrong, and if the heads together do not have inner_size
+    elements.
     """
     num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
     head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")
@@ -463,6 +470,7 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
         conv_bias=fields.boolean("mamba_conv_bias", True, null_is_false=True),
         bias=fields.boolean("mamba_proj_bias", False),
         norm=norm,
+        activation=fields.text("hidden_act", "silu"),
         dt_limits=read_dt_limits(fields),
     )
 

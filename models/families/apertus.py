@@ -1,5 +1,5 @@
 """Apertus (Swiss AI Initiative 2025, arXiv:2509.14233): Llama with an RMS norm on each head of q and k, and an MLP
-without a gate whose activation, xIELU, has two weights in each layer."""
+without a gate whose activation, usually xIELU, has two weights in each layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 
 BETA, EPS = 0.5, -1e-6
+XIELU_NAME = "xielu"  # in configurations
 # transformers' default for a file without rope fields.
 ROPE = {
     "rope_type": "llama3",
@@ -65,12 +67,15 @@ class ApertusForCausalLM(LlamaForCausalLM):
         if not (fields.has("rope_parameters") or fields.has("rope_scaling")):
             fields = ConfigFields({**fields.raw, "rope_parameters": ROPE})
         bias = fields.boolean("attention_bias", False)
-        activation = Activation("hidden_act", ("xielu",))
-        shared = hf_fields(fields, activation=activation, qk_norm=True, bias=bias, output_bias=bias)
+        activation = fields.text("hidden_act", XIELU_NAME)
+        if activation != XIELU_NAME:
+            activation = read_activation(fields)
+        named = Activation("hidden_act", (activation,))
+        shared = hf_fields(fields, activation=named, qk_norm=True, bias=bias, output_bias=bias)
         scored = fields.integer("output_vocab_size", None)
         if scored is not None and scored > shared["vocab_size"]:
             raise fields.fail("output_vocab_size", f"at most vocab_size, {shared['vocab_size']}")
-        return shared | {"scored_tokens": scored}
+        return shared | {"scored_tokens": scored, "activation": activation}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         parts = self.make_attention(layer, build), self.make_mlp(layer, build)
@@ -78,5 +83,8 @@ class ApertusForCausalLM(LlamaForCausalLM):
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.mlp"
-        xielu = XIELU(source=f"{source}.act_fn", build=build)
-        return MLP(config.hidden_size, config.intermediate_size, source=source, activation=xielu, build=build)
+        if config.activation == XIELU_NAME:
+            activation: Any = XIELU(source=f"{source}.act_fn", build=build)
+        else:
+            activation = ACTIVATIONS[config.activation]
+        return MLP(config.hidden_size, config.intermediate_size, source=source, activation=activation, build=build)

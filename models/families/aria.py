@@ -12,6 +12,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.families.llava import NAMES, PROJECTOR
+from jaxengine.models.layers.base.activations import SILU, gated_by
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.vision.aria import read_aria_tower
@@ -43,7 +44,6 @@ class AriaTextForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**_DEFAULTS)
-        fields.require(hidden_act="silu")  # that of experts
         shared, size = super().read_hf(fields), fields.integer("intermediate_size")
         experts = ExpertsConfig(
             num_experts=fields.integer("moe_num_experts", 8),
@@ -54,8 +54,9 @@ class AriaTextForCausalLM(LlamaForCausalLM):
         return shared | {"experts": experts}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
-        names = ExpertNames(router="router")
-        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, build=build)
+        # Experts have a SiLU, whatever the activation of the shared MLP.
+        options: dict[str, Any] = {"names": ExpertNames(router="router"), "activation": gated_by(SILU)}
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", build=build, **options)
 
 
 class AriaForConditionalGeneration(AriaTextForCausalLM):

@@ -24,7 +24,6 @@ from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
-GATE_RANK = 16
 _RENAMED = (
     (".q_gate_proj", ".q_b_proj"),
     ("layernorm.mlp.fc1", "layernorm.W_down"),
@@ -37,8 +36,8 @@ class GatedNorm(nnx.Module):
     over devices, and take no adapters, since a layer does not tell its norms what their rows are.
     """
 
-    def __init__(self, config: ModelConfig, rank: int, *, source: str, build: Build):
-        size, build = config.hidden_size, replace(build, lora=None)
+    def __init__(self, config: ModelConfig, *, source: str, build: Build):
+        size, rank, build = config.hidden_size, config.norm_gate_rank, replace(build, lora=None)
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.norm", build=build)
         self.down = Linear(size, (Source(f"{source}.W_down", rank),), axes=("embed", "latent"), build=build)
         self.up = Linear(rank, (Source(f"{source}.W_up", size),), axes=("latent", "embed"), build=build)
@@ -95,9 +94,10 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # In transformers experts of groups that are not chosen score 0, and not minus infinity.
-        fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK, indexer_rope_interleave=False)
+        fields.require(n_group=1, topk_group=1, indexer_rope_interleave=False)
         defaults = {"first_k_dense_replace": 1, "q_lora_rank": 384, "n_group": 1, "topk_group": 1}
-        return super().read_hf(fields.with_defaults(**defaults))
+        shared = super().read_hf(fields.with_defaults(**defaults))
+        return shared | {"norm_gate_rank": fields.integer("gated_norm_rank", 16)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         sizes = self.config.attention[layer], self.config.hidden_size
@@ -106,8 +106,8 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config = self.config
         made: Any = super().make_layer(layer, build)
-        made.input_norm = GatedNorm(config, GATE_RANK, source=f"{LAYER}.input_layernorm", build=build)
+        made.input_norm = GatedNorm(config, source=f"{LAYER}.input_layernorm", build=build)
         if config.experts is not None and layer not in config.experts.dense_layers:
             source = f"{LAYER}.post_attention_layernorm"
-            made.mlp_norm = GatedNorm(config, GATE_RANK, source=source, build=build)
+            made.mlp_norm = GatedNorm(config, source=source, build=build)
         return made

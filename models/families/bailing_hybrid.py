@@ -21,7 +21,7 @@ from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds, read_lower_bound
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention
 from jaxengine.models.layers.base.linear import Linear
@@ -156,7 +156,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         kernel = fields.integer("linear_conv_kernel_dim", None) or fields.integer("short_conv_kernel_size", 4)
         fields = ConfigFields(raw).with_defaults(**_DEFAULTS, layer_types=kinds)
         bias = fields.boolean("attention_bias", False)
-        shared = hf_latent_fields(fields, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, read=hf_latent_fields, bias=bias, output_bias=bias)
         state = GatedDelta(
             num_k_heads=(heads := fields.integer("linear_num_heads", fields.integer("num_attention_heads"))),
             num_v_heads=heads,
@@ -164,6 +164,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
             v_head_dim=head_dim,
             conv_kernel=kernel,
             by_element=True,
+            activation=shared["activation"],
             lower_bound=_lower_bound(fields),
         )
         layers = zip(shared["attention"], mixer_kinds(fields), strict=True)

@@ -67,7 +67,7 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
             raise fields.fail("group_norm_size", f"a divisor of num_attention_heads {heads}")
         silu = fields.boolean("use_linear_silu", fields.boolean("linear_silu", False))
         fields.require(linear_rope=True)
-        state = LinearState(heads, head_dim, groups, fields.boolean("use_qk_norm"), silu)
+        state = LinearState(heads, head_dim, groups, fields.boolean("use_qk_norm"), "silu" if silu else "linear")
         layers = zip(shared["attention"], grouped_kinds(fields, 8), strict=True)
         attention = (replace(each, rope=rope, state=state) if kind == LINEAR else each for each, kind in layers)
         return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields)}

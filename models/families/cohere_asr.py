@@ -15,10 +15,10 @@ from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.whisper import AttendingLayer, WhisperEmbedding, WhisperForConditionalGeneration
 from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.attention.cross_attention import CrossAttention
-from jaxengine.models.layers.base.embedding import vocab_source
+from jaxengine.models.layers.base.embedding import vocab_bias
 from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.cohere_asr import ENCODER, PROJECTION, CohereAsrTowerConfig, read_cohere_asr_tower
 from jaxengine.models.sound.fast_conformer import CONVOLUTIONS, SUBSAMPLING
@@ -162,9 +162,7 @@ class CohereAsrForConditionalGeneration(WhisperForConditionalGeneration):
 
     def __init__(self, config: ModelConfig, build: Build):
         super().__init__(config, build)
-        bias = vocab_source("lm_head", config.vocab_size, self.mesh).tensor("bias")
-        decl = ParamDecl(("vocab",), (bias,), init_std=0.02)
-        self.head_bias = declare((bias.num_contributed,), self.build.dtype, decl)
+        self.head_bias = vocab_bias("lm_head", config.vocab_size, self.build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return CohereAsrLayer(self.config, layer, build)

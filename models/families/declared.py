@@ -29,14 +29,15 @@ from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.state import GatedRecurrence, LinearState, SelectiveScan, ShortConvolution, StateSpace
 from jaxengine.models.families.declared_attention import NORMS, DeclaredAttention
-from jaxengine.models.families.declared_row import ACTIVATIONS, Row
+from jaxengine.models.families.declared_row import Row
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.mla import LATENT_EPS, LatentAttention
-from jaxengine.models.layers.base.embedding import Embedding, sinusoids, vocab_source
+from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.embedding import Embedding, sinusoids, vocab_bias, vocab_source
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import MLP, GatedMLP, SiluThenClamped
+from jaxengine.models.layers.base.mlp import MLP, GatedMLP, ThenClamped
 from jaxengine.models.layers.base.norm import (
     HeadsRMSNorm,
     Identity,
@@ -195,9 +196,7 @@ class DeclaredForCausalLM(Decoder):
         if scores and form.head:
             self.head = ProjectedHead(config, form, self.build)
         if scores and form.head_bias:
-            bias = vocab_source("lm_head", config.vocab_size, self.mesh).tensor("bias")
-            decl = ParamDecl(("vocab",), (bias,), init_std=0.02)
-            self.head_bias = declare((bias.num_contributed,), build.dtype, decl)
+            self.head_bias = vocab_bias("lm_head", config.vocab_size, self.build)
 
     def make_embedding(self, build: Build) -> Any:
         size = self.form.embedding_size or self.config.hidden_size
@@ -277,12 +276,12 @@ class DeclaredForCausalLM(Decoder):
         """
         config, form, experts = self.config, self.form, self.config.experts
         of_experts, of_mlp = form.limits[layer] if form.limits else (None, None)
-        clamped = None if of_mlp is None else SiluThenClamped(of_mlp)
+        clamped = None if of_mlp is None else ThenClamped(of_mlp, ACTIVATIONS[form.activation])
         if experts is not None and layer not in experts.dense_layers:
             source, names = f"{LAYER_NAME}.{self.row.experts_in}", self.row.expert_names
             options: dict[str, Any] = {"router_dtype": jnp.float32, "build": build}
             if of_experts is not None:
-                options["activation"] = SiluThenClamped(of_experts)
+                options["activation"] = ThenClamped(of_experts, ACTIVATIONS[form.activation])
             mixture = MixtureOfExperts(config, source=source, names=names, shared={"clamped": clamped}, **options)
             if form.experts_norm is None:
                 return mixture

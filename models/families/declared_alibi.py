@@ -64,22 +64,17 @@ def _mpt_attention(fields: ConfigFields) -> ConfigFields:
     return own
 
 
-def _mpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with queries, keys and values bounded by `clip_qkv` of attn_config, if it is set. Raises
-    ModelConfigError for a `norm_type` that is not a layer norm, and for wrong fields.
+def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention with ALiBi slopes down to 2 ** -alibi_bias_max (8 by default) and the scale
+    `softmax_scale` (None if absent), and with queries, keys and values within `clip_qkv`, if it is set, all from
+    attn_config. Raises ModelConfigError for wrong fields, and for a `norm_type` that is not a layer norm.
     """
     if fields.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):
         raise fields.fail("norm_type", "layernorm or low_precision_layernorm")
-    return replace(form, clip=_mpt_attention(fields).number("clip_qkv", None))
-
-
-def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention with ALiBi slopes down to 2 ** -alibi_bias_max (8 by default) and the scale
-    `softmax_scale` (None if absent), both from attn_config. Raises ModelConfigError for wrong fields.
-    """
     own = _mpt_attention(fields)
     slopes = alibi_slopes(attention.num_heads, own.number("alibi_bias_max", 8.0))
-    return replace(attention, scale=own.number("softmax_scale", None), slopes=slopes)
+    scale, clip = own.number("softmax_scale", None), own.number("clip_qkv", None)
+    return replace(attention, scale=scale, slopes=slopes, clip=clip)
 
 
 def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -182,7 +177,6 @@ ALIBI_ROWS: dict[str, Row] = {
         mlp_bias=False,
         tied=True,
         adapt=_sizes,
-        choose=_mpt_form,
         each_layer=_mpt_layer,
     ),
     "JAISLMHeadModel": Row(

@@ -80,8 +80,8 @@ class LowRankQueries(nnx.Module):
 
 
 class DeclaredAttention(Attention):
-    """Attention of a DeclaredForm. Depending on the form it bounds q, k and v, norms q and k before or after rope,
-    reverses the rotation, scales values, and norms and gates the heads' outputs. eps: epsilon of the norms.
+    """Attention of a DeclaredForm. Depending on the form it norms q and k before or after rope, reverses the rotation,
+    scales values, and norms and gates the heads' outputs. eps: epsilon of the norms.
     """
 
     def __init__(self, form: DeclaredForm, attention: LayerAttention, hidden_size: int, *, eps: float, build: Build):
@@ -115,25 +115,18 @@ class DeclaredAttention(Attention):
             self.gate_bias = declare((bias.rows,), build.dtype, ParamDecl(("heads",), (bias,), init_std=0.02))
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        """Return q and k after bounding, rope (reversed if the form says so) and, if they come last, their norms."""
+        """Return q and k after rope (reversed if the form says so) and, if they come last, their norms."""
         if step.rope is not None and self.form.reversed_rope:
             step = step._replace(rope=(step.rope[0], -step.rope[1]))
-        q, k = super().rotate(self._clipped(q), self._clipped(k), step)
+        q, k = super().rotate(q, k, step)
         if not self.late_norms:
             return q, k
         with jax.named_scope("qk_norm"):
             return self.late_norms[0](q), self.late_norms[1](k)
 
     def values(self, v: jax.Array) -> jax.Array:
-        """Return values v bounded to the form's `clip` and multiplied by its `value_scale`."""
-        return scaled(self._clipped(v), self.form.value_scale)
-
-    def _clipped(self, x: jax.Array) -> jax.Array:
-        """Return projected queries, keys or values x [T, N, H] bounded to [-clip, clip], or x itself if the form has no
-        bound.
-        """
-        clip = self.form.clip
-        return x if clip is None else jnp.clip(x, -clip, clip)
+        """Return values v within their bound, multiplied by the form's `value_scale`."""
+        return scaled(super().values(v), self.form.value_scale)
 
     def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
         """Return the heads' outputs o [T, N, Hv], normed if the form has a norm of them, and multiplied by the

@@ -20,7 +20,7 @@ from jaxengine.models.config.declared import (
 )
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope, ropes_by_kind
-from jaxengine.models.families.declared_row import ACTIVATIONS, EPS, GGUFRow, Row, no_rope, parts_of_heads
+from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope, parts_of_heads
 from jaxengine.models.families.declared_rows import (
     EPSILON,
     GPT2_FORM,
@@ -34,6 +34,7 @@ from jaxengine.models.families.declared_rows import (
 )
 from jaxengine.models.families.gemma2 import read_cap
 from jaxengine.models.families.granite import granite_multipliers
+from jaxengine.models.layers.base.activations import read_activation
 
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
 _LLAMA: dict[str, Any] = {
@@ -150,9 +151,7 @@ def _modernbert_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     activation `classifier_activation` before them, of a projection with a bias if `classifier_bias` is true. Raises
     ModelConfigError for wrong or unsupported fields.
     """
-    activation = fields.text("classifier_activation")
-    if activation not in ACTIVATIONS:
-        raise fields.fail("classifier_activation", f"one of {', '.join(ACTIVATIONS)}")
+    activation = read_activation(fields, "classifier_activation")
     norm = LAYER if fields.boolean("norm_bias") else UNBIASED
     biases = {"head_bias": fields.boolean("decoder_bias"), "head_dense_bias": fields.boolean("classifier_bias")}
     return replace(form, norm=norm, head_activation=activation, **biases)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import CHUNKS, RMS, ROWS, DeclaredForm
+from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, read_each_layer
 from jaxengine.models.families.declared_experts import ALL_NORMED, BIASED, COUNTS, shared_of_size
@@ -20,6 +21,7 @@ from jaxengine.models.layers.experts.moe import ExpertNames
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
 _NORMED = replace(_FORM, qk_norms=("self_attn.q_norm", "self_attn.k_norm"))
 _NEW: dict[str, Any] = {"rope_scaling": None}  # Mellum and Laguna, whose ropes have no older spelling
+_ROUTER_CAP = "moe_router_logit_softcapping"
 _BASE, _LOCAL = {"rope_theta": 500000.0}, {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 _TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "attention_bias": False}
 
@@ -38,13 +40,21 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with a gate for each head or, if `gating` is "per-element", for each element. Raises
-    ModelConfigError for values other than these, "per-head" and true, the default.
+    """Return the form with a gate for each head or, if `gating` is "per-element" or false, as in transformers, for each
+    element. Raises ModelConfigError for values other than these, "per-head" and true, the default.
     """
     gating = fields.value("gating", True)
-    if gating not in (True, "per-head", "per-element"):
-        raise fields.fail("gating", "true, per-head or per-element")
-    return replace(form, gates_heads=gating != "per-element")
+    if gating not in ("per-head", "per-element") and not isinstance(gating, bool):
+        raise fields.fail("gating", "true, false, per-head or per-element")
+    return replace(form, gates_heads=gating in (True, "per-head"))
+
+
+def _laguna_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Return the ExpertsConfig of `shared_of_size`, with router logits capped by `moe_router_logit_softcapping` unless
+    that is 0. Raises ModelConfigError for wrong fields.
+    """
+    capped = fields.value(_ROUTER_CAP, 0) != 0
+    return replace(shared_of_size(fields), logit_soft_cap=fields.number(_ROUTER_CAP) if capped else None)
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -200,11 +210,11 @@ KIND_ROWS: dict[str, Row] = {
             "sliding_window": 512,
             "first_k_dense_replace": 1,
         },
-        only={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0, **ALL_NORMED, **_NEW},
+        only={"moe_apply_router_weight_on_input": False, **ALL_NORMED, **_NEW},
         rope=no_rope,
         choose=_laguna_form,
         each_layer=_laguna_layer,
-        experts=shared_of_size,
+        experts=_laguna_experts,
         expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
         parts=((".mlp.gate.e_score", ".mlp.experts.e_score"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
         **BIASED,

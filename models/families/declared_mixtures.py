@@ -12,7 +12,15 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, LAYER_CONFIG, SLIDING, layer_kinds
 from jaxengine.models.families.declared_experts import shared_of_size
-from jaxengine.models.families.declared_row import EPS, Row, kinds_of_ropes, no_rope, rope_in_windows, softmax_experts
+from jaxengine.models.families.declared_row import (
+    EPS,
+    Row,
+    clipped,
+    kinds_of_ropes,
+    no_rope,
+    rope_in_windows,
+    softmax_experts,
+)
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames
@@ -214,9 +222,10 @@ _STEP = Row(
         "moe_intermediate_size": 1280,
         "shared_expert_intermediate_size": 1280,
         "attention_bias": False,
+        "mlp_bias": False,
     },
     only={
-        "mlp_bias": False,
+        "hidden_act": "silu",  # transformers has no other, whatever the file says
         "gating": True,
         "use_head_wise_attn_gate": True,
         "use_qk_norm": True,
@@ -243,7 +252,7 @@ _STEP = Row(
     choose=_step_form,
     each_layer=_step_layer,
     experts=shared_of_size,
-    **_UNBIASED,
+    **_UNBIASED | {"mlp_bias": "mlp_bias"},
 )
 
 
@@ -336,7 +345,7 @@ MIXTURE_ROWS: dict[str, Row] = {
         output_bias=False,
         mlp_bias=False,
         adapt=_dbrx_fields,
-        choose=lambda fields, form: replace(form, clip=fields.number("clip_qkv", None)),
+        each_layer=clipped,
         experts=softmax_experts,
         experts_in="ffn",
         expert_names=ExpertNames(gate="w1", up="v1", down="w2", router="router.layer"),

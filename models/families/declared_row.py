@@ -7,8 +7,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
@@ -28,21 +26,10 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.layers.base.activations import SILU
-from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
+from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU, read_activation
 from jaxengine.models.layers.experts.moe import MLP_NAMES, ExpertNames
 from jaxengine.models.params.source import ExpertRows
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_fast": gelu_tanh,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": jax.nn.relu,
-    "relu2": relu_squared,
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-}
 _NONE: Mapping[str, Any] = MappingProxyType({})
 EPS = "layer_norm_eps"
 
@@ -83,6 +70,13 @@ def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention)
     return replace(attention, window=window) if kind == SLIDING else replace(attention, rope=None)
 
 
+def clipped(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Return the layer's attention with queries, keys and values within `clip_qkv`, if it is set. Raises
+    ModelConfigError for another value than a number above 0.
+    """
+    return replace(attention, clip=fields.number("clip_qkv", None))
+
+
 def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **options: Any) -> LayerAttention:
     """Return the layer's attention with the window and the rope of its kind; a part of each head may be rotated.
     options: options of ropes_by_kind. Raises ModelConfigError for wrong fields.
@@ -114,6 +108,7 @@ class GGUFRow(NamedTuple):
       eps: name of the field with the epsilon of norms.
       bias: whether projections usually have biases; those of a file follow from its tensors.
       rotates: whether layers have rope.
+      clip: name of the field with the bound of queries, keys and values; None for none.
       choose: function from the metadata's fields and the row's form to the form of the file; None for the row's form.
     """
 
@@ -121,6 +116,7 @@ class GGUFRow(NamedTuple):
     eps: str = "attention.layer_norm_rms_epsilon"
     bias: bool = False
     rotates: bool = True
+    clip: str | None = None
     choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
 
 
@@ -194,15 +190,13 @@ class Row(NamedTuple):
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json.
 
-        Raises ModelConfigError for wrong or missing fields, for an unknown activation, for one other than SiLU where
-        gates and ups have limits, and for an unsupported value of a field in `only`.
+        Raises ModelConfigError for wrong or missing fields, for an unknown activation, and for an unsupported value of
+        a field in `only`.
         """
         fields = self._canonical(text_fields(fields) if self.wrapped else fields)
         fields.require(**self.only)
-        activation = fields.text("hidden_act", self.form.activation)
+        activation = read_activation(fields, default=self.form.activation)
         activation = SILU if activation == "swish" else activation
-        if activation not in ACTIVATIONS:
-            raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         form = replace(self.form, activation=activation)
         form = form if self.choose is None else self.choose(fields, form)
         bias, output_bias, mlp_bias = (
@@ -217,8 +211,6 @@ class Row(NamedTuple):
             shared["attention"] = tuple(replace(layer, mixer_only=True) for layer in shared["attention"])
         experts = None if self.experts is None else self.experts(fields)
         named = {} if experts is None else {"activation": activation}
-        if form.limits and activation != SILU:
-            raise fields.fail("hidden_act", f"{SILU!r} for experts with limits")
         more = {} if self.more is None else self.more(fields)
         if (loops := more.get("loops")) is not None:  # each run of a layer is one of the model
             shared["attention"] = tuple(shared["attention"][stored] for stored in loops.stored)
@@ -231,7 +223,8 @@ class Row(NamedTuple):
         assert self.gguf is not None
         own, form = self.gguf, self.form
         form = form if own.choose is None else own.choose(gguf.fields, form)
-        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias)
+        clip = None if own.clip is None else gguf.fields.number(own.clip, None)
+        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias, clip=clip)
         if not own.rotates:
             shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
         return shared | {"mlp_bias": own.bias, "declared": form}
@@ -241,7 +234,7 @@ class Row(NamedTuple):
         it. activation: value of `hidden_act`. attention: further fields of each layer's LayerAttention. Raises
         ModelConfigError for wrong or missing fields.
         """
-        named = Activation("hidden_act", (activation,))
+        named = Activation("hidden_act", (activation, *ACTIVATIONS))  # `read` has checked the file's
         options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
         if self.latent:
             interleaved = fields.boolean("rope_interleave", True, null_is_false=True)

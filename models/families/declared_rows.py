@@ -30,6 +30,7 @@ from jaxengine.models.families.declared_row import (
     EPS,
     GGUFRow,
     Row,
+    clipped,
     neighbours,
     no_rope,
     parts_of_heads,
@@ -432,12 +433,8 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias=False,
-        choose=lambda fields, form: replace(form, clip=fields.number("clip_qkv", None)),
-        gguf=GGUFRow(
-            "olmo",
-            eps="attention.layer_norm_epsilon",
-            choose=lambda fields, form: replace(form, clip=fields.number("attention.clamp_kqv", None)),
-        ),
+        each_layer=clipped,
+        gguf=GGUFRow("olmo", eps="attention.layer_norm_epsilon", clip="attention.clamp_kqv"),
     ),
     "ArceeForCausalLM": Row(
         "AFM-4.5B (Arcee AI 2025): Llama with a squared ReLU without a gate.",

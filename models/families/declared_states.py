@@ -32,6 +32,7 @@ from jaxengine.models.config.state import (
     read_state_space,
 )
 from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads, softmax_experts
+from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.experts.moe import ExpertNames
 
 # Default of the longest context, which sizes page tables. A model without attention does not limit it.
@@ -77,6 +78,7 @@ def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
         conv_kernel=fields.integer("conv_kernel", 4),
         conv_bias=fields.boolean("use_conv_bias", True),
         bias=fields.boolean("use_bias", False),
+        activation=fields.text("hidden_act", SILU),
     )
     return replace(attention, state=state)
 
@@ -124,6 +126,7 @@ def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
         conv_bias=fields.boolean("use_conv_bias", True),
         bias=bias,
         output_bias=bias,
+        activation=fields.text("hidden_act", SILU),
         dt_limits=read_dt_limits(fields),
     )
     return replace(attention, state=state)
@@ -167,6 +170,7 @@ def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
         bias=fields.boolean("mamba_proj_bias", False),
         norms="weighted",
         eps=fields.number("rms_norm_eps", 1e-6),
+        activation=fields.text("hidden_act", SILU),
     )
     return replace(attention, state=state)
 
@@ -233,7 +237,8 @@ def _minimax_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
     """
     if fields.value("layer_types")[layer] == FULL:
         return replace(attention, window=fields.integer("sliding_window", None))
-    return replace(attention, rope=None, state=LinearState(attention.num_heads, attention.head_dim))
+    state = LinearState(attention.num_heads, attention.head_dim, activation=fields.text("hidden_act", SILU))
+    return replace(attention, rope=None, state=state)
 
 
 def _minimax_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
@@ -318,7 +323,6 @@ STATE_ROWS: dict[str, Row] = {
         "Mamba (Gu & Dao 2023, arXiv:2312.00752): selective state spaces alone, in one mixer a layer.",
         _MIXERS,
         **_STATE_ONLY,
-        only={"hidden_act": "silu"},
         tied=True,
         adapt=_channels_as_heads,
         each_layer=_scan_layer,
@@ -327,7 +331,6 @@ STATE_ROWS: dict[str, Row] = {
         "Falcon Mamba (Zuo et al. 2024, arXiv:2410.05355): Mamba with norms of time steps, B and C.",
         _MIXERS,
         **_STATE_ONLY,
-        only={"hidden_act": "silu"},
         tied=True,
         adapt=_channels_as_heads,
         each_layer=_normed_scan_layer,
@@ -336,7 +339,6 @@ STATE_ROWS: dict[str, Row] = {
         "Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), as in Codestral Mamba: one Mamba-2 mixer a layer.",
         _MIXERS,
         **_STATE_ONLY,
-        only={"hidden_act": "silu"},
         adapt=_mamba2_heads,
         each_layer=_mamba2_layer,
     ),
@@ -345,7 +347,6 @@ STATE_ROWS: dict[str, Row] = {
         _HYBRID,
         names=_FINAL,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": False, "mlp_bias": False},
-        only={"hidden_act": "silu"},
         eps="rms_norm_eps",
         rope=parts_of_heads,
         grouped=True,
@@ -361,7 +362,7 @@ STATE_ROWS: dict[str, Row] = {
         DeclaredForm(norm=RMS, placement=WITHIN, mixer="self_attn"),
         spelled=_MINIMAX_NAMES,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
-        only={"hidden_act": "silu", "postnorm": True, "shared_intermediate_size": 0},
+        only={"postnorm": True, "shared_intermediate_size": 0},
         eps="rms_norm_eps",
         rope=_minimax_rope,
         grouped=True,
@@ -461,7 +462,6 @@ STATE_ROWS: dict[str, Row] = {
         "others, and in some checkpoints experts in every second layer.",
         _HYBRID,
         names=_FINAL,
-        only={"hidden_act": "silu"},
         eps="rms_norm_eps",
         rope=no_rope,
         grouped=True,

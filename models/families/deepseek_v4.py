@@ -18,13 +18,14 @@ from jaxengine.models.config.compressed import BlockIndex, CompressedKeys, Hyper
 from jaxengine.models.config.experts import SCORING_FUNCS, ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import hf_fields, read_rope
+from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.blocks.compressed import CompressedAttention
-from jaxengine.models.layers.base.mlp import ClampedSilu
+from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.mlp import OfClamped
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import ExpertNames, GivenExperts, MixtureOfExperts
@@ -168,17 +169,17 @@ class DeepseekV4ForCausalLM(Decoder):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**DEFAULTS)
         fields.require(num_key_value_heads=1, norm_topk_prob=True, n_shared_experts=1, attention_bias=False)
-        fields.require(mlp_bias=False)
         size, dim, kinds = fields.integer("moe_intermediate_size"), fields.integer("head_dim"), _layer_kinds(fields)
         ropes = read_ropes(fields, dim)
         keys = {kind: _read_keys(fields, kind, dim) for kind in dict.fromkeys(kinds)}
         raw = {**fields.raw, "intermediate_size": size}
-        shared = hf_fields(ConfigFields(raw), ropes=[ropes[kind != WINDOW] for kind in kinds], sinks=True)
+        shared = gated_fields(ConfigFields(raw), ropes=[ropes[kind != WINDOW] for kind in kinds], sinks=True)
         layers = zip(shared["attention"], kinds, strict=True)
         experts = replace(read_experts(fields), hashed_layers=_hashed_layers(fields))
         return shared | {
             "attention": tuple(replace(each, state=keys[kind], beside_state=kind != WINDOW) for each, kind in layers),
             "experts": experts,
+            "mlp_bias": fields.boolean("mlp_bias", False),
             "hyper_connections": read_connections(fields),
         }
 
@@ -196,7 +197,7 @@ class DeepseekV4ForCausalLM(Decoder):
         assert experts is not None
         kind = HashedExperts if layer in experts.hashed_layers else MixtureOfExperts
         size, beside = experts.shared_intermediate_size, f"{source}.shared_experts"
-        clamped = ClampedSilu(experts.swiglu_limit)
+        clamped = OfClamped(experts.swiglu_limit, ACTIVATIONS[self.config.activation])
         shared = {
             "gate_up": (Source(f"{beside}.w1", size), Source(f"{beside}.w3", size)),
             "down": Source(f"{beside}.w2", self.config.hidden_size),

@@ -15,11 +15,12 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.altup import DoryLoops
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import FULL, SLIDING, hf_fields, layer_kinds, ropes_by_kind, windows_by_kind
+from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, ropes_by_kind, windows_by_kind
 from jaxengine.models.config.taps import ATTENTION, MLP
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.embedding import vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
@@ -97,15 +98,18 @@ class DoryAttention(Attention):
 
 
 class GateAndUp(nnx.Module):
-    """Function silu(g * gate) * (u * up) of gate and up f32[T, F], with learned factors g and u."""
+    """Function activation(g * gate) * (u * up) of gate and up f32[T, F], with learned factors g and u. activation: its
+    name.
+    """
 
-    def __init__(self, size: int, scale: float, build: Build):
+    def __init__(self, size: int, scale: float, activation: str, build: Build):
+        self.activation = ACTIVATIONS[activation]
         self.gate, self.up = (
             Factors(size, scale, source=f"{LAYER}.mlp.suv_{name}", build=build, axis="ffn") for name in ("gate", "up")
         )
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return jax.nn.silu(gate * self.gate()) * (up * self.up())
+        return self.activation(gate * self.gate()) * (up * self.up())
 
 
 class DoryBlock(nnx.Module):
@@ -123,7 +127,7 @@ class DoryBlock(nnx.Module):
             source=f"{LAYER}.mlp",
             bias=config.mlp_bias,
             build=build,
-            clamped=GateAndUp(ffn, size**0.5, build),
+            clamped=GateAndUp(ffn, size**0.5, config.activation, build),
             inner_norm=UnitNorm("ffn"),
         )
         self.rates = nnx.List(
@@ -215,7 +219,7 @@ class DoryForCausalLM(Decoder):
         kinds, bias = [kinds[layer] for layer in loops.stored], fields.boolean("attention_bias", False)
         fields = ConfigFields({**fields.raw, "num_hidden_layers": len(kinds)})
         ropes = fields if fields.mapping("rope_parameters") else ConfigFields({**fields.raw, "rope_parameters": _ROPES})
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
             windows=windows_by_kind(kinds, fields.integer("sliding_window")),
             ropes=ropes_by_kind(ropes, fields.integer("head_dim"), kinds),

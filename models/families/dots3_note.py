@@ -29,7 +29,7 @@ from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.bailing_hybrid import GatedLatentAttention
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.longcat_flash import ScaledNorm
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -131,7 +131,8 @@ class Dots3NoteForCausalLM(DeepseekV3ForCausalLM):
             own = _of_layer(fields, layer, kind)
             own.integer("q_lora_rank")
             # The scale of products does not follow a scaled rope.
-            shared = hf_latent_fields(ConfigFields({**own.raw, **_NO_ROPE}), bias=bias, output_bias=bias)
+            plain = ConfigFields({**own.raw, **_NO_ROPE})
+            shared = gated_fields(plain, read=hf_latent_fields, bias=bias, output_bias=bias)
             rope = _rope(fields, kind, kinds, own.integer(_ROPE_DIM))
             extra = {"window": window} if kind == SLIDING else {"index": index} if kind == INDEXED else {}
             attention.append(replace(shared["attention"][layer], rope=rope, **extra))

@@ -1,20 +1,25 @@
 """ERNIE 4.5 with experts (Baidu 2025, ERNIE 4.5 Technical Report): softmax scores, experts picked with a correction
-bias, a shared MLP, rope over neighbouring elements. Multi-token-prediction (MTP) layers are not read.
+bias, a shared MLP, rope over neighbouring elements, one switch for all biases.
+Multi-token-prediction (MTP) layers are not read.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.layers.base.embedding import vocab_bias
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
@@ -35,6 +40,7 @@ class ErnieExperts(MixtureOfExperts):
 class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
     """Llama with rope over neighbouring elements, and experts in some of its layers."""
 
+    biases_logits: ClassVar[bool] = True  # where MLPs have biases
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         parts=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)
@@ -42,7 +48,8 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields.require(use_bias=False, moe_use_aux_free=True)
+        fields.require(moe_use_aux_free=True)
+        bias = fields.boolean("use_bias", False)
         num_layers, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
         first = fields.integer("moe_layer_start_index", 1, minimum=0)
         last = fields.integer("moe_layer_end_index", -1, minimum=-1)
@@ -58,11 +65,30 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
         )
         fields = fields.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5)
         rope = read_rope(fields, read_head_dim(fields), interleaved=True)
-        return gated_fields(fields, ropes=[rope] * num_layers, tied=True) | {"experts": experts}
+        shared = gated_fields(fields, ropes=[rope] * num_layers, tied=True, bias=bias, output_bias=bias)
+        return shared | {"experts": experts, "mlp_bias": bias}
+
+    def __init__(self, config: ModelConfig, build: Build):
+        super().__init__(config, build)
+        has_bias = self.stage.is_last and config.mlp_bias and self.biases_logits and config.pooler is None
+        self.head_bias = vocab_bias("lm_head", config.vocab_size, self.build) if has_bias else None
 
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(correction_bias="moe_statics.e_score_correction_bias")
         return ErnieExperts(self.config, source=f"{LAYER}.mlp", names=names, router_dtype=jnp.float32, build=build)
+
+    def make_labels(self, classifier: Classifier, build: Build) -> Any:
+        """Return the module that scores labels. Raises ModelConfigError for labels that stand for logits of tokens if
+        these have a bias.
+        """
+        if classifier.token_ids and self.config.mlp_bias and self.biases_logits:
+            raise ModelConfigError("classifier_from_token must be absent for a model whose logits have a bias")
+        return super().make_labels(classifier, build)
+
+    def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """Return logits f32[R, V / n] of hidden states [R, D], with a bias for each token if the model has biases."""
+        logits = super().token_logits(hidden)
+        return logits if self.head_bias is None else logits + self.head_bias[...].astype(jnp.float32)
 
 
 def read_least_sum(fields: ConfigFields) -> float:

@@ -97,6 +97,7 @@ class ErnieVLLayer(LlamaLayer):
 class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
     """ERNIE 4.5 with experts for text and for images, M-RoPE and a vision tower."""
 
+    biases_logits: ClassVar[bool] = False
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Names in published files, which transformers 5 writes, too, with "model." before those of the tower.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
@@ -123,14 +124,15 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
         # In the published file the text's fields are not nested.
         text = text_fields(fields) if fields.has("text_config") else fields
         text = without_mrope(text.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5))
-        text.require(use_bias=False, moe_use_aux_free=True)
-        count = text.integer("num_hidden_layers")
+        text.require(moe_use_aux_free=True)
+        bias, count = text.boolean("use_bias", False), text.integer("num_hidden_layers")
         rope = _read_rope(text, read_head_dim(text))
-        shared = gated_fields(text, ropes=[rope] * count, tied=True)
+        shared = gated_fields(text, ropes=[rope] * count, tied=True, bias=bias, output_bias=bias)
         tower = read_ernie4_5_vl(fields, text)
         tokens = tuple(sorted({token for _, token in tower.tokens}))
         return shared | {
             "experts": replace(_read_experts(text, count), image_tokens=tokens),
+            "mlp_bias": bias,
             "layer_input_size": 1,  # whether a token is one of an image
             "tower": tower,
         }

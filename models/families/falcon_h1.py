@@ -14,11 +14,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig, Multipliers
-from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.config.state import StateSpace, read_state_space
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.base.mlp import GatedMLP, ScaledSilu
+from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.mlp import GatedMLP, OfScaled
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.states.mamba2 import Mamba2, States
@@ -76,7 +76,7 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias, fields = fields.boolean("attention_bias", False), fields.with_defaults(rms_norm_eps=1e-5)
-        shared = hf_fields(fields, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, bias=bias, output_bias=bias)
         inner_size = fields.integer("mamba_d_ssm", None) or fields.integer("mamba_expand", 2) * shared["hidden_size"]
         norm = "before" if fields.boolean("mamba_norm_before_gate", True, null_is_false=True) else "after"
         norm = norm if fields.boolean("mamba_rms_norm", False) else None
@@ -120,9 +120,11 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config = self.config
         assert config.multipliers is not None
-        activation, source = ScaledSilu(config.multipliers.mlp_gate), f"{LAYER}.feed_forward"
+        activation = OfScaled(config.multipliers.mlp_gate, ACTIVATIONS[config.activation])
         sizes = config.hidden_size, config.intermediate_size
-        return GatedMLP(*sizes, source=source, bias=config.mlp_bias, activation=activation, build=build)
+        return GatedMLP(
+            *sizes, source=f"{LAYER}.feed_forward", bias=config.mlp_bias, activation=activation, build=build
+        )
 
     def make_norm(self, build: Build) -> nnx.Module:
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.final_layernorm", build=build)

@@ -21,10 +21,11 @@ from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM, read_lower_bound
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
-from jaxengine.models.layers.base.mlp import ClampedSilu, GatedMLP
+from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.mlp import GatedMLP, OfClamped
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import CONVS, JOINED
 from jaxengine.models.layers.streams.hyper_connections import MeanOfStreams
@@ -88,14 +89,14 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
         fields = (text_fields(fields) if fields.has("text_config") else fields).with_defaults(**DEFAULTS)
         fields.require(index_kpool_always_select_tail=True, moe_layer_freq=1)
         kinds, bias = _mixer_kinds(fields), fields.boolean("attention_bias", False)
-        shared = hf_latent_fields(fields, roped=False, bias=bias, output_bias=bias)
+        shared = gated_fields(fields, read=hf_latent_fields, roped=False, bias=bias, output_bias=bias)
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", 32),
             head_dim=fields.integer("index_head_dim", 128),
             top_k=fields.integer("index_topk", 2048),
             pool=fields.integer("index_kpool", 16),
         )
-        state, layers = _read_delta(fields), zip(shared["attention"], kinds, strict=True)
+        state, layers = _read_delta(fields, shared["activation"]), zip(shared["attention"], kinds, strict=True)
         return shared | {
             "attention": tuple(_of_kind(each, kind, index, state) for each, kind in layers),
             "experts": replace(sigmoid_experts(fields), swiglu_limit=fields.number("swiglu_limit", 10.0)),
@@ -120,12 +121,13 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, experts = self.config, self.config.experts
         assert experts is not None
-        source, clamped = f"{LAYER}.mlp", ClampedSilu(experts.swiglu_limit)
+        source, clamped = f"{LAYER}.mlp", OfClamped(experts.swiglu_limit, ACTIVATIONS[config.activation])
         if layer in experts.dense_layers:
             sizes = config.hidden_size, config.intermediate_size
             return GatedMLP(*sizes, source=source, build=build, clamped=clamped)
-        options: dict[str, Any] = {"activation": clamped, "router_dtype": jnp.float32, "shared": {"clamped": clamped}}
-        return MixtureOfExperts(config, source=source, build=build, **options)
+        # Experts have a SiLU, whatever the activation of the other MLPs.
+        options: dict[str, Any] = {"activation": OfClamped(experts.swiglu_limit), "shared": {"clamped": clamped}}
+        return MixtureOfExperts(config, source=source, router_dtype=jnp.float32, build=build, **options)
 
     def make_norm(self, build: Build) -> nnx.Module:
         return MeanOfStreams(self.config, super().make_norm(build))
@@ -163,10 +165,10 @@ def _mixer_kinds(fields: ConfigFields) -> list[str]:
     return kinds
 
 
-def _read_delta(fields: ConfigFields) -> GatedDelta:
+def _read_delta(fields: ConfigFields, activation: str) -> GatedDelta:
     """Return the delta net of LINEAR layers. `linear_attn_config` goes before the fields outside of it. The lower bound
     of decays is -5 by default; null means none, unless `linear_attn_config` is present without a false `safe_gate`,
-    where it means -5. Raises ModelConfigError for wrong fields.
+    where it means -5. activation: that of the convolution. Raises ModelConfigError for wrong fields.
     """
     inner, raw = fields.mapping("linear_attn_config"), dict(fields.raw)
     raw |= {outer: inner[name] for name, outer in _INNER.items() if inner is not None and name in inner}
@@ -182,5 +184,6 @@ def _read_delta(fields: ConfigFields) -> GatedDelta:
         conv_kernel=sizes.integer("linear_conv_kernel_dim", 4),
         by_element=True,
         rank=head_dim,
+        activation=activation,
         lower_bound=read_lower_bound(sizes, _BOUND, None),
     )

@@ -12,10 +12,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import FULL, read_head_dim, read_rope
 from jaxengine.models.config.state import StateSpace, read_state_space
 from jaxengine.models.families.granite import GraniteForCausalLM, granite_multipliers
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
@@ -53,7 +53,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
             raise fields.fail("position_embedding_type", "rope, nope or absent")
         rope = read_rope(fields, read_head_dim(fields)) if position == "rope" else None
         kinds = _layer_kinds(fields)
-        shared = hf_fields(fields, ropes=[rope] * len(kinds), bias=bias, output_bias=bias, scale=scale)
+        shared = gated_fields(fields, ropes=[rope] * len(kinds), bias=bias, output_bias=bias, scale=scale)
         state = None
         if any(kinds):
             state = read_state_space(fields, fields.integer("mamba_expand", 2) * shared["hidden_size"], norm="after")

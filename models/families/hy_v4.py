@@ -22,9 +22,8 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import times_gate
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
-from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import ClampedSilu
+from jaxengine.models.layers.base.mlp import OfClamped
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.layers.streams.hyper_connections import IndependentConnection, JoinedStreams
 from jaxengine.models.params.declare import Source
@@ -103,8 +102,6 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
         # transformers replaces the field by the number of heads, which all have keys of their own.
         fields = ConfigFields({**fields.raw, "num_key_value_heads": fields.integer("num_attention_heads")})
         shared = super().read_hf(fields)
-        if shared["activation"] != SILU:  # what is clamped
-            raise fields.fail("hidden_act", "'silu' or 'swish'")
         eps = shared["rms_norm_eps"]
         attention = (
             replace(each, sinks=True, index=replace(each.index, rotates_last=True, norm_eps=eps))
@@ -134,7 +131,8 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
         assert experts is not None
         if layer in experts.dense_layers:
             return super().make_mlp(layer, build)
-        options: dict[str, Any] = {"activation": ClampedSilu(experts.swiglu_limit), "router_dtype": jnp.float32}
+        # Experts have a SiLU, whatever the activation of the other MLPs.
+        options: dict[str, Any] = {"activation": OfClamped(experts.swiglu_limit), "router_dtype": jnp.float32}
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", build=build, **options)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:

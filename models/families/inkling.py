@@ -21,9 +21,10 @@ from jaxengine.models.config.compressed import LayerConvolutions
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import hf_fields, listed_dense, read_each_layer, text_fields
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.config.readers.hf import listed_dense, read_each_layer, text_fields
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.embedding import Embedding, vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
@@ -140,8 +141,9 @@ class InklingAttention(Attention):
 class ScaledMLP(GatedMLP):
     """Gated MLP whose output is multiplied by a learned number."""
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, source: str, build: Build):
-        super().__init__(hidden_size, ffn_size, source=source, build=build)
+    def __init__(self, config: ModelConfig, *, source: str, build: Build):
+        sizes, activation = (config.hidden_size, config.intermediate_size), ACTIVATIONS[config.activation]
+        super().__init__(*sizes, source=source, activation=activation, build=build)
         self.scale = declare((1,), build.dtype, ParamDecl((None,), (Source(f"{source}.global_scale", 1),)))
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
@@ -219,7 +221,7 @@ class InklingForCausalLM(Decoder):
         config, source = self.config, f"{LAYER}.mlp"
         assert config.experts is not None
         if layer in config.experts.dense_layers:
-            mlp: Any = ScaledMLP(config.hidden_size, config.intermediate_size, source=source, build=build)
+            mlp: Any = ScaledMLP(config, source=source, build=build)
         else:
             mlp = SinkExperts(config, source=source, build=build)
         return InklingLayer(config, layer, mlp, build)
@@ -278,7 +280,7 @@ def _read(fields: ConfigFields) -> dict[str, Any]:
     experts, dense_size = _read_experts(fields)
     fields = ConfigFields({**fields.raw, "intermediate_size": dense_size})
     count = fields.integer("num_hidden_layers")
-    shared = hf_fields(fields, ropes=[None] * count, qk_norm=True)
+    shared = gated_fields(fields, ropes=[None] * count, qk_norm=True)
     scored = fields.integer("unpadded_vocab_size", None)
     return shared | {
         "attention": _read_layers(fields, shared["attention"]),

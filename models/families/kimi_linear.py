@@ -21,12 +21,13 @@ from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention, times_gate
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import GatedMLP, SiluThenClamped, Situ
+from jaxengine.models.layers.base.mlp import GatedMLP, Situ, ThenClamped
 from jaxengine.models.layers.experts.latent_experts import LatentExperts
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
@@ -73,10 +74,11 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         fields = usual_names(fields)
         fields.require(mla_use_nope=True, moe_layer_freq=1)
         parts, linear = read_parts(fields), ConfigFields(fields.mapping("linear_attn_config") or {})
-        # No layer has rope, so that its scaling has no effect. The activation is one of `parts`.
+        # No layer has rope, so that its scaling has no effect. Situ is one of `parts`; convolutions then have a SiLU.
         plain = {"rope_parameters": None, "rope_scaling": None} | ({} if parts.situ is None else {"hidden_act": "silu"})
         bias = fields.boolean("attention_bias", False)
-        shared = hf_latent_fields(ConfigFields({**fields.raw, **plain}), bias=bias, output_bias=bias)
+        options: dict[str, Any] = {"read": hf_latent_fields, "bias": bias, "output_bias": bias}
+        shared = gated_fields(ConfigFields({**fields.raw, **plain}), **options)
         state = GatedDelta(
             num_k_heads=(heads := fields.integer("linear_num_heads")),
             num_v_heads=heads,
@@ -85,6 +87,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
             conv_kernel=fields.integer("linear_conv_kernel_dim", 4),
             by_element=True,
             rank=head_dim,
+            activation=shared["activation"],
             whole_gates=linear.boolean("use_full_rank_gate", False),
             lower_bound=read_lower_bound(linear, "gate_lower_bound", None),
         )
@@ -151,9 +154,9 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         limits = self.config.experts.limits
         of_experts, of_mlp = limits[layer] if layer < len(limits) else (None, None)
         if of_experts is not None:
-            options["activation"] = SiluThenClamped(of_experts)
+            options["activation"] = ThenClamped(of_experts, ACTIVATIONS[self.config.activation])
         if of_mlp is not None:
-            options["shared"] = {"clamped": SiluThenClamped(of_mlp)}
+            options["shared"] = {"clamped": ThenClamped(of_mlp, ACTIVATIONS[self.config.activation])}
         if situ is not None:
             options["shared"] = {"clamped": situ}
         return MixtureOfExperts(self.config, source=source, names=names, **options)
@@ -163,13 +166,14 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     ) -> LatentExperts:
         """Return the experts of a layer that are smaller than the hidden state, with a shared MLP that is not.
 
-        source, names: as in `experts_module`. situ: their activation; None for silu(gate) * up. options: of
+        source, names: as in `experts_module`. situ: their activation; None for the model's. options: of
         MixtureOfExperts.
         """
         config, experts, build = self.config, self.config.experts, options["build"]
         assert experts is not None and config.kimi_k3 is not None
         ffn, beside = experts.shared_intermediate_size, f"{source}.{names.shared}"
-        shared = GatedMLP(config.hidden_size, ffn, source=beside, clamped=situ, build=build) if ffn else None
+        own: dict[str, Any] = {"activation": ACTIVATIONS[config.activation], "clamped": situ, "build": build}
+        shared = GatedMLP(config.hidden_size, ffn, source=beside, **own) if ffn else None
         latent = f"{source}.routed_expert_down_proj", f"{source}.routed_expert_up_proj"
         norm = f"{source}.routed_expert_norm" if config.kimi_k3.latent_norm else None
         return LatentExperts(config, shared, source=source, names=names, latent=latent, norm=norm, **options)
@@ -193,7 +197,7 @@ class ElementwiseGatedAttention(LatentAttention):
 
 def read_parts(fields: ConfigFields) -> KimiK3Parts:
     """Return what the layers have of Kimi K3, whose text_config names this class. Raises ModelConfigError for wrong
-    fields, and for a `hidden_act` other than situ and silu.
+    fields.
     """
     situ = None
     if fields.text("hidden_act", "silu") == "situ":

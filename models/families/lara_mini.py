@@ -15,7 +15,6 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
-    hf_fields,
     read_each_layer,
     read_head_dim,
     read_rope,
@@ -23,7 +22,7 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.declared_row import softmax_experts
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.families.qwen3_5 import separate_inputs
 from jaxengine.models.families.qwen3_next import LINEAR
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
@@ -70,7 +69,7 @@ class LaraMiniForCausalLM(LlamaForCausalLM):
             dense_layers=(),
             shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
         )
-        shared = hf_fields(
+        shared = gated_fields(
             ConfigFields({**fields.raw, "intermediate_size": experts.intermediate_size}),
             windows=windows_by_kind(kinds, fields.integer("sliding_window")),
             ropes=[rope if kind == SLIDING else None for kind in kinds],
@@ -85,6 +84,7 @@ class LaraMiniForCausalLM(LlamaForCausalLM):
             k_head_dim=fields.integer("linear_key_head_dim"),
             v_head_dim=fields.integer("linear_value_head_dim"),
             conv_kernel=fields.integer("linear_conv_kernel_dim"),
+            activation=shared["activation"],
         )
         layers = zip(shared["attention"], kinds, strict=True)
         attention = tuple(

@@ -20,7 +20,7 @@ from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.families.gemma2 import read_cap
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.ministral3 import Mistral3ForConditionalGeneration
 from jaxengine.models.families.smollm3 import rotated_layers
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
@@ -208,11 +208,12 @@ def _attention(fields: ConfigFields, selections: list[int | None]) -> dict[str, 
     selections: the layer whose selection of keys each layer uses. Raises ModelConfigError for wrong fields, and unless
     some layer has rope.
     """
-    bias, rope_dim = fields.boolean("attention_bias", False), fields.integer("qk_rope_head_dim")
+    biases = dict.fromkeys(("bias", "output_bias"), fields.boolean("attention_bias", False))
+    rope_dim = fields.integer("qk_rope_head_dim")
     whole = fields.integer("qk_nope_head_dim") + rope_dim
     plain = ConfigFields({**fields.raw, "qk_nope_head_dim": whole, "qk_rope_head_dim": 0})
     shared, unrotated = (
-        hf_latent_fields(each, roped=each is fields, bias=bias, output_bias=bias, learned_positions=True)
+        gated_fields(each, read=hf_latent_fields, roped=each is fields, learned_positions=True, **biases)
         for each in (fields, plain)
     )
     rotated = rotated_layers(fields)

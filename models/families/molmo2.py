@@ -15,8 +15,9 @@ from jaxengine.models.config.declared import ALL_HEADS, OUTPUT, RMS, DeclaredFor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import read_rope, text_fields
 from jaxengine.models.families.declared import declared_class
-from jaxengine.models.families.declared_row import ACTIVATIONS, Row
+from jaxengine.models.families.declared_row import Row
 from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.params.declare import parts_of
 from jaxengine.models.params.source import CheckpointNames

@@ -21,7 +21,7 @@ from jaxengine.models.config.readers.hf import FULL
 from jaxengine.models.config.state import StateSpace, read_dt_limits
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
-from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU, read_activation
 from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
@@ -83,9 +83,6 @@ class NemotronHForCausalLM(Decoder):
         kinds = layer_kinds(fields)
         fields.require(
             attention_bias=False,
-            mamba_hidden_act="silu",
-            mamba_proj_bias=False,
-            n_shared_experts=1,
             residual_in_fp32=False,
             sliding_window=None,
         )
@@ -199,6 +196,7 @@ def _state(fields: ConfigFields) -> StateSpace:
         state_size=fields.integer("ssm_state_size", 128),
         conv_kernel=fields.integer("conv_kernel", 4),
         conv_bias=fields.boolean("use_conv_bias", True),
+        activation=read_activation(fields, "mamba_hidden_act", SILU),
         bias=bias,
         output_bias=bias,
         dt_limits=(low, high),

@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
+from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.state import GatedDelta
-from jaxengine.models.families.llama import LAYER, LlamaLayer
+from jaxengine.models.families.llama import LAYER, LlamaLayer, gated_fields
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
 from jaxengine.models.params.declare import Source
@@ -43,7 +43,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
         kinds, rope = _layer_kinds(fields), fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
         # A base of null means no rope; an absent one is the default.
         turns = rope.get("rope_theta", fields.raw.get("rope_theta", 10000.0)) is not None
-        shared = hf_fields(fields, ropes=None if turns else [None] * len(kinds), bias=bias, output_bias=bias)
+        shared = gated_fields(fields, ropes=None if turns else [None] * len(kinds), bias=bias, output_bias=bias)
         k_heads = fields.integer("linear_num_key_heads", None) or heads
         key_dim = fields.integer("linear_key_head_dim", None) or int(0.75 * shared["hidden_size"] / k_heads)
         state = GatedDelta(
@@ -52,6 +52,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
             k_head_dim=key_dim,
             v_head_dim=fields.integer("linear_value_head_dim", None) or 2 * key_dim,
             conv_kernel=fields.integer("linear_conv_kernel_dim", 4),
+            activation=shared["activation"],
             beta_scale=2.0 if fields.boolean("linear_allow_neg_eigval", True) else 1.0,
         )
         layers = zip(shared["attention"], kinds, strict=True)

@@ -23,7 +23,6 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields.require(clip_qkv=None)
         experts = ExpertsConfig(
             # transformers 5 writes the second name
             num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
@@ -32,7 +31,8 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
             norm_weights=fields.boolean("norm_topk_prob", False),
         )
         bias = fields.boolean("attention_bias", False)
-        shared = gated_fields(fields.with_defaults(rms_norm_eps=1e-5), bias=bias, output_bias=bias)
+        own = {"bias": bias, "output_bias": bias, "clip": fields.number("clip_qkv", None)}
+        shared = gated_fields(fields.with_defaults(rms_norm_eps=1e-5), **own)
         return shared | {"experts": experts}
 
     @classmethod

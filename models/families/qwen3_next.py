@@ -11,9 +11,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
+from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.state import GatedDelta
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts
 from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
@@ -71,13 +71,14 @@ def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
     """
     bias = fields.boolean("attention_bias", False)
     fields = fields.with_defaults(partial_rotary_factor=0.25)
-    shared = hf_fields(fields, head_dim=256, partial_rotary=True, bias=bias, output_bias=bias)
+    shared = gated_fields(fields, head_dim=256, partial_rotary=True, bias=bias, output_bias=bias)
     state = GatedDelta(
         num_k_heads=fields.integer("linear_num_key_heads"),
         num_v_heads=fields.integer("linear_num_value_heads"),
         k_head_dim=fields.integer("linear_key_head_dim"),
         v_head_dim=fields.integer("linear_value_head_dim"),
         conv_kernel=fields.integer("linear_conv_kernel_dim"),
+        activation=shared["activation"],
     )
     layers = zip(shared["attention"], _layer_kinds(fields), strict=True)
     attention = (replace(each, rope=None, state=state) if kind == LINEAR else each for each, kind in layers)

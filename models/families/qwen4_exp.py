@@ -27,6 +27,7 @@ from jaxengine.models.families.qwen3_next import LINEAR, gated_inputs, hybrid_fi
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import QK_NORMS, StepInputs
 from jaxengine.models.layers.attention.blocks.mean_blocks import MeanBlockAttention
+from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.states.ngrams import GatedNGrams
@@ -54,9 +55,9 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": 512,
     "num_experts_per_tok": 10,
 }
-_GATES = ("silu", "sigmoid")
 # Of n-grams: numbers that follow from the configuration, a look-up table, and statistics of hashes; and a part that the
 # last mixer lacks.
+_GATES = ("silu", "sigmoid")
 _STATISTICS = (".ple_embedding.hashstats_",)
 _HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets", "token_lookup")
 _TABLES, _MOST_TABLES = ".ple_embedding.ngram_embedding", 512  # tables of a file, which are one in memory
@@ -204,14 +205,14 @@ def _with_blocks(
     `hidden_act` where it is absent, and with values that all have room for the indexer's key. Raises ModelConfigError
     for another gate.
     """
-    gate = fields.text("output_gate_type", None) or fields.text("hidden_act", _GATES[0])
-    if gate not in _GATES:
+    gate = fields.text("output_gate_type", None) or fields.text("hidden_act", SILU)
+    if gate not in _GATES:  # as in transformers
         raise fields.fail("output_gate_type", " or ".join(_GATES))
     made = []
     for layer in layers:
         width = layer.head_dim + (0 if blocks is None else blocks.head_dim)
         if isinstance(layer.state, GatedDelta):
-            state = replace(layer.state, sigmoid_gate=gate == _GATES[1])
+            state = replace(layer.state, gate=gate)
             made.append(replace(layer, state=state, value_size=width))
         else:
             made.append(replace(layer, blocks=blocks, value_size=width))

@@ -14,10 +14,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.altup import SharedBlocks
 from jaxengine.models.config.attention import LayerState
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import Activation, hf_fields, read_each_layer
+from jaxengine.models.config.readers.hf import read_each_layer
 from jaxengine.models.config.state import SelectiveScan
-from jaxengine.models.families.declared_row import ACTIVATIONS
+from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.zamba2 import HYBRID, MAMBA, Zamba2ForCausalLM, Zamba2Layer
+from jaxengine.models.layers.base.activations import SILU, read_activation
 from jaxengine.models.layers.states.mamba import HeadedMamba
 from jaxengine.models.params.source import CheckpointNames
 
@@ -59,16 +60,13 @@ class ZambaForCausalLM(Zamba2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**_DEFAULTS)
         size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        fields.require(attention_hidden_size=2 * size, hidden_mamba_act="silu")
+        fields.require(attention_hidden_size=2 * size)
         head_dim = fields.integer("attention_head_dim", None) or fields.integer("head_dim", None) or 2 * size // heads
-        activation = fields.text("hidden_act", "gelu")
-        if activation not in ACTIVATIONS:
-            raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         layers, state = _layers_with_block(fields), _state(fields)
-        shared = hf_fields(
+        shared = gated_fields(
             ConfigFields({**fields.raw, "head_dim": head_dim}),
+            default="gelu",
             ropes=[None] * fields.integer("num_hidden_layers"),
-            activation=Activation("hidden_act", (activation,)),
             tied=True,
             scale=(head_dim / 2) ** -0.5,
         )
@@ -77,7 +75,7 @@ class ZambaForCausalLM(Zamba2ForCausalLM):
             count=1,
             rank=0,
             in_attention=False,
-            activation=activation,
+            activation=shared["activation"],
             tied=fields.boolean("tie_word_embeddings", True),
         )
         own = replace(shared["attention"][0], state=state, beside_state=True)
@@ -122,4 +120,5 @@ def _state(fields: ConfigFields) -> SelectiveScan:
         conv_bias=fields.boolean("mamba_conv_bias", True),
         bias=fields.boolean("mamba_proj_bias", False),
         num_heads=heads,
+        activation=read_activation(fields, "hidden_mamba_act", SILU),
     )

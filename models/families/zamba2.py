@@ -19,13 +19,13 @@ from jaxengine.models.config.altup import SharedBlocks
 from jaxengine.models.config.attention import LayerState
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import Activation, hf_fields, read_each_layer, read_rope
+from jaxengine.models.config.readers.hf import read_each_layer, read_rope
 from jaxengine.models.config.state import StateSpace
 from jaxengine.models.config.taps import ATTENTION, MLP
-from jaxengine.models.families.declared_row import ACTIVATIONS
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -227,15 +227,12 @@ class Zamba2ForCausalLM(Decoder):
         own["intermediate_size"] = fields.integer("intermediate_size", 4 * size)
         if fields.boolean("use_long_context", False):
             own["max_position_embeddings"] = 16384  # transformers', whatever the file says
-        activation = fields.text("hidden_act", "gelu")
-        if activation not in ACTIVATIONS:
-            raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         fields, layers = ConfigFields({**fields.raw, **own}), _layers_with_block(fields)
         rope = read_rope(fields, own["head_dim"]) if fields.boolean("use_mem_rope", False) else None
-        shared = hf_fields(
+        shared = gated_fields(
             fields,
+            default="gelu",
             ropes=[rope] * fields.integer("num_hidden_layers"),
-            activation=Activation("hidden_act", (activation,)),
             tied=True,
             scale=(own["head_dim"] / 2) ** -0.5,
         )
@@ -247,7 +244,7 @@ class Zamba2ForCausalLM(Decoder):
             count=fields.integer("num_mem_blocks", 1),
             rank=fields.integer("adapter_rank", 128),
             in_attention=in_attention,
-            activation=activation,
+            activation=shared["activation"],
             tied=fields.boolean("tie_word_embeddings", True),
         )
         attention = enumerate(shared["attention"])

@@ -18,9 +18,9 @@ from jaxengine.models.config.compressed import QueryKeyConvolutions
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf import hf_fields, read_each_layer, ropes_by_kind
+from jaxengine.models.config.readers.hf import read_each_layer, ropes_by_kind
 from jaxengine.models.families.inkling import HYBRID, HYBRID_SLIDING
-from jaxengine.models.families.llama import LAYER
+from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.linear import Linear
@@ -198,7 +198,7 @@ class ZayaForCausalLM(Decoder):
         )
         ropes = fields if fields.mapping("rope_parameters") else ConfigFields({**fields.raw, "rope_parameters": _ROPES})
         bias, head_dim = fields.boolean("attention_bias", False), fields.integer("head_dim")
-        shared = hf_fields(
+        shared = gated_fields(
             ConfigFields({**fields.raw, "intermediate_size": experts.intermediate_size}),
             windows=[window if kind == HYBRID_SLIDING else None for kind in kinds],
             ropes=ropes_by_kind(ropes, head_dim, kinds, partial_rotary=True),

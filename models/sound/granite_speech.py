@@ -124,8 +124,7 @@ def read_granite_speech(fields: ConfigFields, multiplier: float, *, joins: bool 
     head_dim = audio.integer("dim_head", size // heads)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise audio.fail("dim_head", f"1 to {MAX_HEAD_DIM}")
-    if (num_layers := _bounded(audio, "num_layers", 1024)) < 2:
-        raise audio.fail("num_layers", "at least 2")
+    num_layers = _bounded(audio, "num_layers", 1024)
     if (bins := _bounded(audio, "input_dim", MAX_BINS)) % _PAIR:
         raise audio.fail("input_dim", "an even number, the bins of two frames")
     block, farthest = _bounded(audio, "context_size", _MOST_BLOCK), _bounded(audio, "max_pos_emb", 1 << 16)

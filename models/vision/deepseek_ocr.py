@@ -17,6 +17,7 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rope import apply_rope
@@ -44,7 +45,9 @@ _ENCODER = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
-    """Sizes of the layers after SAM's encoder, which are Qwen 2's. theta: base of their rotary frequencies."""
+    """Sizes of the layers after SAM's encoder, which are Qwen 2's. theta: base of their rotary frequencies. activation:
+    name of that of their MLPs.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -53,6 +56,7 @@ class EncoderSizes:
     num_kv_heads: int
     norm_eps: float
     theta: float
+    activation: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,7 @@ def _read_encoder(fields: ConfigFields) -> EncoderSizes:
     """Return the sizes of the second encoder. Raises ModelConfigError for wrong fields, and for windows, for scaled
     frequencies, and for numbers of heads that do not divide each other and the hidden size.
     """
-    fields.require(hidden_act="silu", use_sliding_window=False)
+    fields.require(use_sliding_window=False)
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     if (rope.text("rope_type", None) or rope.text("type", "default")) != "default":
         raise fields.fail("rope_parameters", 'a mapping with the rope_type "default"')
@@ -133,6 +137,7 @@ def _read_encoder(fields: ConfigFields) -> EncoderSizes:
         num_kv_heads=kv_heads,
         norm_eps=fields.number("rms_norm_eps"),
         theta=rope.number("rope_theta", None) or fields.number("rope_theta", 10000.0),
+        activation=read_activation(fields, default="silu"),
     )
 
 
@@ -159,7 +164,7 @@ class _Layer(nnx.Module):
             sizes.intermediate_size,
             up=(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
             down=f"{mlp}.down_proj",
-            activation=jax.nn.silu,
+            activation=ACTIVATIONS[sizes.activation],
             build=build,
             bias=False,
         )

@@ -12,7 +12,7 @@ import numpy as np
 EMBEDS = "embeds"
 AUDIO = "audio"
 # Limit of TranscriptRules.begin, the tokens that are not chosen first.
-MAX_BEGIN = 8
+MAX_BEGIN = 256
 
 
 @dataclass(frozen=True, eq=False, slots=True)

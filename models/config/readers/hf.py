@@ -309,16 +309,18 @@ def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
 
 def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
     """Return `head_dim`. If it is absent, return `default`; without a default, or if it is null, hidden_size /
-    num_attention_heads. Raises ModelConfigError for an invalid value, and if the quotient is not a whole number.
+    num_attention_heads. Of a file with num_key_value_heads the quotient is rounded down, as in transformers, where
+    projections have the sizes of heads. Raises ModelConfigError for an invalid value, and if the quotient is not a
+    whole number in other files.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if "head_dim" in fields.raw:  # null does not stand for the default
         default = None
-    if default is None and not fields.has("head_dim") and hidden_size % num_heads:
-        raise ModelConfigError(
-            f"hidden_size must be a multiple of num_attention_heads when head_dim is absent, "
-            f"got {hidden_size} and {num_heads}"
-        )
+    if default is None and not fields.has("head_dim"):
+        rounds = fields.has("num_key_value_heads")
+        if hidden_size < num_heads or (hidden_size % num_heads and not rounds):
+            allowed = f"{'at least' if rounds else 'a multiple of'} num_attention_heads when head_dim is absent"
+            raise ModelConfigError(f"hidden_size must be {allowed}, got {hidden_size} and {num_heads}")
     return fields.integer("head_dim", default or hidden_size // num_heads)
 
 

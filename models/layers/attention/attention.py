@@ -244,7 +244,7 @@ class Attention(nnx.Module):
         qk_norms: Sequence[nnx.Module | None] | None = None,
     ):
         self.spec = attention_spec(attention, build.mesh)
-        self.slopes = attention.slopes
+        self.slopes, self.clip = attention.slopes, attention.clip
         self.interleaved = attention.rope is not None and attention.rope.interleaved
         head_dim = attention.head_dim
         q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
@@ -357,15 +357,22 @@ class Attention(nnx.Module):
         return tempered(self._rotated(q, self.q_norm, step), step)
 
     def _rotated(self, x: jax.Array, norm: Any, step: StepInputs) -> jax.Array:
-        """Return heads x [T, N, H] after `norm` and then rope, each unless it is None."""
+        """Return heads x [T, N, H] after `norm`, their bound and then rope, each unless it is None."""
         if norm is not None:
             with jax.named_scope("qk_norm"):
                 x = norm(x)
+        x = self._clipped(x)
         if step.rope is None:
             return x
         with jax.named_scope("rope"):
             return apply_rope(x, *step.rope, interleaved=self.interleaved)
 
     def values(self, v: jax.Array) -> jax.Array:
-        """Return the values [T, K, Hv] to cache for projected values v: v itself, unless a subclass overrides this."""
-        return v
+        """Return the values [T, K, Hv] to cache for projected values v: v within its bound, unless a subclass overrides
+        this.
+        """
+        return self._clipped(v)
+
+    def _clipped(self, x: jax.Array) -> jax.Array:
+        """Return queries, keys or values x [T, N, H] bounded to [-clip, clip], or x itself if there is no bound."""
+        return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)

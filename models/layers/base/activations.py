@@ -41,6 +41,11 @@ def laplace(x: jax.Array) -> jax.Array:
     return 0.5 * (1.0 + lax.erf((x - mean) / (deviation * math.sqrt(2.0))))
 
 
+def sqrt_softplus(x: jax.Array) -> jax.Array:
+    """Return sqrt(ln(1 + exp(x))): `sqrtsoftplus` in configurations."""
+    return jnp.sqrt(jax.nn.softplus(x))
+
+
 def linear(x: jax.Array) -> jax.Array:
     """Return x: `linear` in configurations."""
     return x
@@ -69,6 +74,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "laplace": laplace,
     "linear": linear,
+    "sqrtsoftplus": sqrt_softplus,
 }
 
 

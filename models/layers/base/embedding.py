@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.params.declare import Source
+from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.sharding.collectives import exchange_tokens, gather_tokens, num_shards, reduce_tokens, shard_index
 from jaxengine.sharding.layout import MeshLayout
 
@@ -63,6 +63,14 @@ def vocab_source(name: str, vocab_size: int, mesh: MeshLayout, rows: int | None 
     """
     rows = vocab_size if rows is None else rows
     return Source(name, rows, padding=mesh.padded_vocab_size(vocab_size) - rows)
+
+
+def vocab_bias(name: str, vocab_size: int, build: Build) -> nnx.Param:
+    """Return a new parameter for the bias of logits, [V], split as the logits of `vocab_source`. name: the checkpoint's
+    module.
+    """
+    bias = vocab_source(name, vocab_size, build.mesh).tensor("bias")
+    return declare((bias.num_contributed,), build.dtype, ParamDecl(("vocab",), (bias,), init_std=0.02))
 
 
 def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:

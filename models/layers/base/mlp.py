@@ -44,37 +44,40 @@ def relu_squared(x: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class ScaledSilu:
-    """Activation silu(multiplier * x). Objects with equal multipliers are equal, so that layers share a trace."""
+class OfScaled:
+    """Activation activation(multiplier * x). Objects with equal fields are equal, so that layers share a trace."""
 
     multiplier: float
+    activation: Callable[[jax.Array], jax.Array]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jax.nn.silu(self.multiplier * x)
+        return self.activation(self.multiplier * x)
 
 
 @dataclass(frozen=True)
-class ClampedSilu:
-    """Activation silu(min(gate, limit)) * clip(up, -limit, limit). Objects with equal limits are equal, so that layers
-    share a trace.
+class OfClamped:
+    """Activation activation(min(gate, limit)) * clip(up, -limit, limit). Objects with equal fields are equal, so that
+    layers share a trace.
     """
 
     limit: float
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
+        return self.activation(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
 
 
 @dataclass(frozen=True)
-class SiluThenClamped:
-    """Activation min(silu(gate), limit) * clip(up, -limit, limit). Objects with equal limits are equal, so that layers
-    share a trace.
+class ThenClamped:
+    """Activation min(activation(gate), limit) * clip(up, -limit, limit). Objects with equal fields are equal, so that
+    layers share a trace.
     """
 
     limit: float
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return jnp.minimum(jax.nn.silu(gate), self.limit) * jnp.clip(up, -self.limit, self.limit)
+        return jnp.minimum(self.activation(gate), self.limit) * jnp.clip(up, -self.limit, self.limit)
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class GatedMLP(nnx.Module):
       down: checkpoint module of down, by default `down_proj`.
       bias: whether gate and up have a bias.
       down_bias: whether down has a bias; None for the value of `bias`.
-      clamped: function of gate and up, such as ClampedSilu, that replaces activation(gate) * up; None for none.
+      clamped: function of gate and up, such as OfClamped, that replaces activation(gate) * up; None for none.
       inner_norm: norm of the input of down, [T, F, 1] over all devices' parts of it; None for none.
     """
 

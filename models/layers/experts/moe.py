@@ -61,7 +61,7 @@ from jaxengine.sharding.collectives import (
 # Scoring functions that need only an expert's own logit (unlike softmax), by their names in ExpertsConfig. Each grows
 # with the logit.
 _ELEMENTWISE_SCORES: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
-    {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits))}
+    {name: ACTIVATIONS[name] for name in ("sigmoid", "sqrtsoftplus")}
 )
 
 
@@ -106,7 +106,7 @@ class MixtureOfExperts(nnx.Module):
 
     Args:
       activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate. None
-        for that of `config.activation`, which the shared MLP has, too, and biases if `config.mlp_bias` is true.
+        for that of `config.activation`. The shared MLP has that in any case, and biases if `config.mlp_bias` is true.
       router_dtype: dtype of the router's weights and product, by default the model's.
       router_size: number of elements of the router's input, by default the hidden size.
       shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
@@ -137,8 +137,8 @@ class MixtureOfExperts(nnx.Module):
         self.experts = experts = config.experts
         size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
         self.activation, self.is_gated = activation or gated_by(config.activation), bool(names.gate)
-        self.fuses = bool(activation) or config.activation in FUSED
-        own = {} if activation else {"activation": ACTIVATIONS[config.activation], "bias": config.mlp_bias}
+        self.fuses = config.activation in FUSED
+        own: dict[str, Any] = {"activation": ACTIVATIONS[config.activation], "bias": config.mlp_bias}
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
@@ -451,6 +451,8 @@ class MixtureOfExperts(nnx.Module):
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
             logits = with_adapters(self.router.matmul(x), x, self.router_lora, adapters)
         logits = logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
+        if (cap := self.experts.logit_soft_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
         if self.notes_logits:
             self.logits = RouterLogits(logits)
         return logits

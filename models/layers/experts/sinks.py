@@ -11,6 +11,7 @@ from flax import nnx
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.experts.moe import MixtureOfExperts, PickedExperts, RouterLogits
@@ -31,7 +32,8 @@ class SinkExperts(MixtureOfExperts):
         sizes = config.hidden_size, self.experts.intermediate_size
         names = (f"{source}.shared.experts.{index}" for index in range(self.experts.num_sinks))
         plain = replace(build, lora=None)  # parameters of all together in transformers, and no modules for adapters
-        self.sinks = nnx.List([GatedMLP(*sizes, source=name, build=plain) for name in names])
+        options = {"activation": ACTIVATIONS[config.activation], "build": plain}
+        self.sinks = nnx.List([GatedMLP(*sizes, source=name, **options) for name in names])
         scale = ParamDecl((None,), (Source(f"{source}.gate.global_scale", 1),))
         self.scale = declare((1,), jnp.float32, scale)
 

@@ -20,6 +20,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
@@ -133,7 +134,7 @@ class GatedDeltaNet(nnx.Module):
             mixed, z, beta, decay = self._project(x, step)
         with jax.named_scope("causal_conv"):
             mixed, windows = causal_conv(mixed, self.conv[...], windows, rows)
-            q, k, v = jnp.split(jax.nn.silu(mixed), (q_end, k_end), axis=1)
+            q, k, v = jnp.split(ACTIVATIONS[state.activation](mixed), (q_end, k_end), axis=1)
         with jax.named_scope("gates"):
             q, k = (part.reshape(num_tokens, self.num_k_heads, state.k_head_dim) for part in (q, k))
             q, k = l2_normalized(q) * state.k_head_dim**-0.5, l2_normalized(k)
@@ -143,8 +144,8 @@ class GatedDeltaNet(nnx.Module):
         with jax.named_scope("gated_delta_rule"):
             o, matrices = gated_delta_rule(q, k, v, decay, beta, matrices, rows)
         with jax.named_scope("gate"):
-            gate = jax.nn.sigmoid if state.by_element or state.sigmoid_gate else jax.nn.silu
-            o = self.norm(o).reshape(num_tokens, -1) * gate(z.astype(jnp.float32))
+            gate = state.gate or ("sigmoid" if state.by_element else SILU)
+            o = self.norm(o).reshape(num_tokens, -1) * ACTIVATIONS[gate](z.astype(jnp.float32))
         with jax.named_scope("out_proj"):
             return self.out(o.astype(x.dtype), step.rows), (windows, matrices)
 

@@ -15,6 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import LinearState
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import HeadsRMSNorm, RMSNorm
 from jaxengine.models.layers.base.rope import apply_rope
@@ -28,7 +29,7 @@ NORM_EPS = 1e-6
 
 class LightningAttention(nnx.Module):
     """Lightning attention: x -> out(norm(o) * sigmoid(z)), where z is projected from x and o is read by queries from
-    the state. Queries, keys and values pass a SiLU. Heads are split over devices.
+    the state. Queries, keys and values pass the state's activation. Heads are split over devices.
 
     slopes: for all heads, the negated logarithm of the decay of one token.
     """
@@ -36,6 +37,7 @@ class LightningAttention(nnx.Module):
     def __init__(self, state: LinearState, hidden_size: int, *, slopes: tuple[float, ...], source: str, build: Build):
         size, inner = state.head_dim, state.inner_size
         self.size, self.slopes, self.num_heads = size, slopes, state.num_heads // build.mesh.num_shards("heads")
+        self.activation = ACTIVATIONS[state.activation]
         turns = {"tensor_rows": 3 * inner, "stride": 3 * size, "run": size, "group": size}
         qkv = [Source(f"{source}.qkv_proj", inner, first=part * size, **turns) for part in range(3)]
         gate = Source(f"{source}.output_gate", inner, group=size)
@@ -56,7 +58,7 @@ class LightningAttention(nnx.Module):
         with jax.named_scope("inputs"):
             parts = jnp.split(self.inputs(x, step.rows).astype(jnp.float32), 4, axis=1)
             *qkv, gate = (part.reshape(shape) for part in parts)
-            q, k, v = map(jax.nn.silu, qkv)
+            q, k, v = map(self.activation, qkv)
         with jax.named_scope("linear_attention"):
             own = shard_index("heads") * self.num_heads + jnp.arange(self.num_heads)
             decay = jnp.broadcast_to(-jnp.asarray(self.slopes, jnp.float32)[own], shape[:2])
@@ -69,9 +71,9 @@ class LightningAttention(nnx.Module):
 
 class RotatedLightningAttention(nnx.Module):
     """Lightning attention of Ling 2.5: x -> o_proj(norm(o) * sigmoid(z)), where z is projected from x and o is read by
-    queries from the state. If the state says so, queries, keys and values pass a SiLU, and queries and keys are then
-    normed. Both have rope; queries are divided by the root of their size. The norm is over groups of heads. Heads are
-    split over devices.
+    queries from the state. Queries, keys and values pass the state's activation; if the state says so, queries and keys
+    are then normed. Both have rope; queries are divided by the root of their size. The norm is over groups of heads.
+    Heads are split over devices.
 
     slopes: for all heads, the negated logarithm of the decay of one token. eps: epsilon of all norms.
     """
@@ -88,7 +90,7 @@ class RotatedLightningAttention(nnx.Module):
     ):
         size, inner = state.head_dim, state.inner_size
         self.size, self.slopes, self.num_heads = size, slopes, state.num_heads // build.mesh.num_shards("heads")
-        self.silu = state.silu
+        self.activation = ACTIVATIONS[state.activation]
         qkv = tuple(part._replace(group=size) for part in parts_of(f"{source}.query_key_value", inner, inner, inner))
         gate = (Source(f"{source}.g_proj", inner, group=size),)
         self.qkv = Linear(hidden_size, qkv, axes=("embed", "heads"), build=build)
@@ -110,7 +112,7 @@ class RotatedLightningAttention(nnx.Module):
         shape = x.shape[0], self.num_heads, self.size
         with jax.named_scope("inputs"):
             joined = self.qkv(x, step.rows).astype(jnp.float32)
-            parts = jnp.split(jax.nn.silu(joined) if self.silu else joined, 3, axis=1)
+            parts = jnp.split(self.activation(joined), 3, axis=1)
             q, k, v = (part.reshape(shape) for part in parts)
             if self.qk_norms:
                 q, k = self.qk_norms[0](q), self.qk_norms[1](k)

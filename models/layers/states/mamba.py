@@ -18,6 +18,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import SelectiveScan
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
@@ -29,8 +30,8 @@ SELECTED = ("dt", "b", "c")
 
 
 class Mamba(nnx.Module):
-    """Mamba mixer: x -> out(silu(z) * (o + D * u)). u and z are projected from x; u passes the convolution and SiLU;
-    the state stores u, and o is read from it. Channels are split over devices.
+    """Mamba mixer: x -> out(silu(z) * (o + D * u)). u and z are projected from x; u passes the convolution and
+    an activation; the state stores u, and o is read from it. Channels are split over devices.
     """
 
     def __init__(self, state: SelectiveScan, hidden_size: int, *, source: str, build: Build):
@@ -72,7 +73,8 @@ class Mamba(nnx.Module):
             mixed, z = jnp.split(self.inputs(x, step.rows), 2, axis=1)
         with jax.named_scope("causal_conv"):
             mixed, window = causal_conv(mixed, self.taps[...], window, rows)
-            mixed = jax.nn.silu(mixed if self.conv_bias is None else mixed + self.conv_bias[...].astype(jnp.float32))
+            mixed = mixed if self.conv_bias is None else mixed + self.conv_bias[...].astype(jnp.float32)
+            mixed = ACTIVATIONS[self.state.activation](mixed)
         with jax.named_scope("time_steps"):
             dt, b, c = self._selected(mixed, x.dtype, step)
             dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].reshape(-1))

@@ -16,6 +16,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import LinearState, StateSpace
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
@@ -123,13 +124,13 @@ class Mamba2(nnx.Module):
             return self.out(o.astype(x.dtype), step.rows), (windows, shared_windows, matrices)
 
     def _convolved(self, index: int, x: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-        """Return f32[T, C], x [T, C] after convolution 0, of inputs, or 1, of B and C, with bias and SiLU, and the
-        windows after this step.
+        """Return f32[T, C], x [T, C] after convolution 0, of inputs, or 1, of B and C, with bias and activation,
+        and the windows after this step.
         """
         y, windows = causal_conv(x, self.taps[index][...], windows, rows)
         if self.state.conv_bias:
             y = y + self.conv_biases[index][...].astype(jnp.float32)
-        return jax.nn.silu(y), windows
+        return ACTIVATIONS[self.state.activation](y), windows
 
     def _gated(self, o: jax.Array, gate: jax.Array) -> jax.Array:
         """Return o multiplied by its gate, both f32[T, I], and normed before or after that, or not at all, depending on

@@ -107,7 +107,7 @@ BELOW = "below vocab_size"
         ({"suppress_tokens": [1, None]}, "suppress_tokens must be"),
         ({"suppress_tokens": [1, 2**63]}, "suppress_tokens must be"),
         ({"suppress_tokens": [-2]}, "suppress_tokens must be"),
-        ({"begin_suppress_tokens": list(range(9))}, "begin_suppress_tokens must be .* at most 8"),
+        ({"begin_suppress_tokens": list(range(257))}, "begin_suppress_tokens must be .* at most 256"),
         ({"begin_suppress_tokens": {"a": 1}}, "begin_suppress_tokens must be"),
         ({"lang_to_id": {"<|en|>": "1"}}, f"lang_to_id must be a mapping of names to token ids {BELOW}"),
         ({"lang_to_id": ["<|en|>"]}, "lang_to_id must be a mapping"),

@@ -108,8 +108,8 @@ def test_heads_of_jetmoe_follow_from_its_experts():
         ("dory", {"n_recurrent_layers": 2}, "n_recurrent_layers must be at least 1, and with n_input_layers, 1, and"),
         ("dory", {"n_output_layers": 6, "n_recurrent_layers": None}, "n_recurrent_layers must be at least 1"),
         ("dory", {"n_recurrent_loops": 0}, "n_recurrent_loops must be an integer >= 1"),
-        ("dory", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
-        ("zamba", {"hidden_mamba_act": "relu"}, 'hidden_mamba_act must be "silu" or absent'),
+        ("dory", {"hidden_act": "prelu"}, "hidden_act must be 'silu'"),
+        ("zamba", {"hidden_mamba_act": "prelu"}, "hidden_mamba_act must be one of gelu"),
         ("zamba", {"attention_hidden_size": 48}, "attention_hidden_size must be 96 or absent"),
         ("zamba", {"n_mamba_heads": 5}, "n_mamba_heads must be a divisor of the 96 inputs of Mamba"),
         (

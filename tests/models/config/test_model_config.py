@@ -131,7 +131,7 @@ def test_layers_must_fit_one_pool():
         ({"window": 0}, "window must be an integer >= 1 and <= 2147483647, got 0"),
         ({"soft_cap": 0.0}, "soft_cap must be a finite number > 0, got 0.0"),
         ({"scale": float("inf")}, "scale must be a finite number > 0, got inf"),
-        ({"head_dim": 14}, "rotary_dim must be at most head_dim = 14, got 16"),
+        ({"head_dim": 14}, "must be even and at most head_dim = 14, or odd and less, got 16"),
     ):
         with pytest.raises(ModelConfigError, match=message):
             dataclasses.replace(layer, **changes)
@@ -192,7 +192,8 @@ BAD = {
     "absurd layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers.*<= 1024"),
     "absurd size": ({"vocab_size": 10**30}, "vocab_size must be an integer"),
     "heads not divisible": ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
-    "hidden not divisible": ({"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden_size must be a multiple"),
+    "hidden not divisible": ({"num_attention_heads": 6, "num_key_value_heads": None}, "hidden_size must be a multiple"),
+    "few elements": ({"num_attention_heads": 66, "num_key_value_heads": 66}, "hidden_size must be at least"),
     "odd head": ({"head_dim": 15}, "rotary_dim, head_dim or a part of it, must be even"),
     "int for bool": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     "text for number": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number"),
@@ -236,7 +237,7 @@ def test_unusable_config(changes, message):
         ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "long_factor is missing from the model conf"),
         ({**PHI3, "rope_scaling": {"type": "linear"}}, "rope_type of Phi-3 must be default, longrope, su or yarn, got"),
         ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number > 0 and <= 1, got 1.5"),
-        ({**PHI3, "partial_rotary_factor": 0.7}, "rotary_dim, head_dim or a part of it, must be even.*got 11"),
+        ({**PHI3, "partial_rotary_factor": 0.05}, "rotary_dim, head_dim or a part of it, must be >= 1.*got 0"),
         ({**GEMMA2, "hidden_activation": "selu"}, "hidden_activation must be 'gelu_pytorch_tanh' or 'gelu'"),
         ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention must be false or absent"),
         ({**GEMMA2, "layer_types": ["full_attention"]}, "layer_types must be a list of 3"),

@@ -90,7 +90,7 @@ def test_what_is_refused():
         (changed("text_config", use_qk_norm=False), "use_qk_norm must be true or absent"),
         (changed("text_config", rope_scaling_layers=[0.5]), "rope_scaling_layers must be a list of layers, or null"),
         (changed("text_config", additional_vocab_size=-1), "additional_vocab_size must be an integer >= 0"),
-        (changed("text_config", hidden_act="mish"), "hidden_act must be one of"),
+        (changed("text_config", hidden_act="prelu"), "hidden_act must be one of"),
         (changed("vision_config", image_size=[35, 42]), "image_size must be the same for height and width"),
         (changed("vision_config", num_position_embeddings=24), "num_position_embeddings must be 25, the patches of"),
         (changed("vision_config", num_key_value_heads=3), "num_key_value_heads must be a divisor of"),

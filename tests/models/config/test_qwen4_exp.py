@@ -39,7 +39,7 @@ def test_defaults():
     assert (last.num_heads, last.num_kv_heads, last.head_dim, last.v_head_dim) == (16, 2, 256, 512)
     ngrams = NGrams(0, 3, 8, 2048, 20_000_000, 128, 512, 1234, 9, 248320, 8192, 4)
     state: Any = config.attention[1].state
-    assert state == GatedDelta(16, 32, 128, 128, 4, ngrams=ngrams) and not state.sigmoid_gate
+    assert state == GatedDelta(16, 32, 128, 128, 4, ngrams=ngrams, gate="silu")
     second: Any = config.attention[5].state
     assert second.ngrams.number == 1 and {layer.state for layer in config.attention if layer.blocks} == {None}
     streams, experts = config.hyper_connections, config.experts
@@ -54,7 +54,7 @@ def test_old_spellings():
     assert old == read_hf(QWEN4 | {"num_hidden_layers": 4, "layer_types": kinds})
     assert old == read_hf(QWEN4 | {"num_hidden_layers": 4, "full_attention_interval": 2})
     gated: Any = read_hf(QWEN4 | {"output_gate_type": "sigmoid"}).attention[0].state
-    assert gated.sigmoid_gate
+    assert gated.gate == "sigmoid"
     assert read_hf(QWEN4 | {"architectures": ["Qwen4ExpTextModel"]}).attention == read_hf(QWEN4).attention
 
 
@@ -74,7 +74,7 @@ def test_a_tower_brings_places_and_the_text_has_its_own_end():
         ({"indexer_head_dim": 128}, "indexer_head_dim must be at least 256, of rope, got 128"),
         ({"layer_types": ["sliding_attention"] * 40}, "layer_types must be a list of 40 of linear_attention, "),
         ({"output_gate_type": "relu"}, "output_gate_type must be silu or sigmoid, got 'relu'"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu' or 'swish', got 'gelu'"),
+        ({"hidden_act": "prelu"}, "hidden_act must be 'silu' or 'gelu' or "),
         ({"hc_count": 1}, "hc_mult must be"),
         ({"ple_layer_ids": [4], "eos_token_id": 1}, "ple_layer_ids must be a list of numbers of layers of linear_att"),
         ({"ple_layer_ids": [1]}, "eos_token_id must be a token id where ple_layer_ids has layers"),

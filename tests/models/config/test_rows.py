@@ -16,7 +16,7 @@ from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.config.rope import Rope, RopeScaling
-from jaxengine.models.layers.base.mlp import SiluThenClamped
+from jaxengine.models.layers.base.mlp import ThenClamped
 from jaxengine.models.registry import build_model, model_for_hf, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
@@ -208,8 +208,8 @@ def test_ling_3_as_published():
     limits = {"expert_swiglu_limit_list": [0.0, None, 7.0], "share_expert_swiglu_limit_list": [0.0, 5.0]}
     model: Any = build_model(limited := read_hf(recorded("bailing_v3", **limits)), Build("float32"))
     assert limited.experts is not None and limited.experts.limits == ((None, None), (None, 5.0), (7.0, None))
-    assert [layer.mlp.shared.clamped for layer in model.layers[1:]] == [SiluThenClamped(5.0), None]
-    assert [layer.mlp.activation == SiluThenClamped(7.0) for layer in model.layers[1:]] == [False, True]
+    assert [layer.mlp.shared.clamped for layer in model.layers[1:]] == [ThenClamped(5.0), None]
+    assert [layer.mlp.activation == ThenClamped(7.0) for layer in model.layers[1:]] == [False, True]
     own = read_hf(recorded("bailing_linear", num_hidden_layers=5, num_nextn_predict_layers=1))
     assert [each.state is None for each in own.attention] == [False, False, True, True, True]
     assert own.num_unread_layers == 1 and rope_of(own, 0).rotary_dim == 8
@@ -259,7 +259,7 @@ def test_slopes_of_alibi():
     own = recorded("mpt")["attn_config"] | {"alibi_bias_max": 16, "clip_qkv": 6}
     long = read_hf(recorded("mpt", attn_config=own))
     assert long.attention[0].slopes == (2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16)
-    assert long.declared is not None and long.declared.clip == 6.0
+    assert long.attention[0].clip == 6.0
     for name, value in (("alibi_bias_max", 0), ("alibi_bias_max", math.inf), ("sliding_window_size", 128)):
         with pytest.raises(ModelConfigError, match=rf"^attn_config\.{name} must be .*, got {value}$"):
             read_hf(recorded("mpt", attn_config=own | {name: value}))
@@ -295,8 +295,8 @@ def test_baichuan_of_7_and_of_13_billion():
         ("hy_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer >= 0"),
         ("mistral4", {"n_group": 2}, "n_group must be 1 or absent"),
         ("flex_olmo", {"clip_qkv": 3.0}, "clip_qkv must be absent"),
-        ("laguna", {"gating": "none"}, "gating must be true, per-head or per-element, got 'none'"),
-        ("laguna", {"moe_router_logit_softcapping": 2.0}, "moe_router_logit_softcapping must be 0.0 or absent"),
+        ("laguna", {"gating": "none"}, "gating must be true, false, per-head or per-element, got 'none'"),
+        ("laguna", {"moe_router_logit_softcapping": -2.0}, "moe_router_logit_softcapping must be a finite number > 0"),
         ("laguna", {"num_attention_heads_per_layer": [4]}, "num_attention_heads_per_layer must be a list of 3"),
         ("laguna", {"num_attention_heads_per_layer": [4, "6", 2]}, "num_heads must be an integer"),
         ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta must be a list of 3 numbers"),
@@ -310,7 +310,8 @@ def test_baichuan_of_7_and_of_13_billion():
         ("mpt", {"norm_type": "rmsnorm"}, "norm_type must be layernorm or low_precision_layernorm, got 'rmsnorm'"),
         ("mpt", {"no_bias": False}, "no_bias must be true or absent"),
         ("bloom", {"n_head": 1 << 40}, "num_attention_heads must be|num_heads must be"),
-        ("nanochat", {"hidden_act": "mish"}, "hidden_act must be one of gelu"),
+        ("step3p5", {"hidden_act": "gelu"}, 'hidden_act must be "silu" or absent'),
+        ("nanochat", {"hidden_act": "prelu"}, "hidden_act must be one of gelu"),
         ("step3p5", {"layer_types": ["full_attention"] * 4}, "layer_types must be a list of 3 or 5 entries"),
         ("step3p5", {"swiglu_limits": [7.0]}, "swiglu_limits must be a list of 3 or 5 entries"),
         (

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxengine.sampling.top_tokens import VOCAB, first_id, row_extreme
 from jaxengine.scheduler.base.media import MAX_BEGIN
@@ -77,10 +78,8 @@ def ruled(logits: jax.Array, rows: jax.Array) -> jax.Array:
     """
     token = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)
     row = RuleRow(*(rows[:, at : at + 1] for at in range(len(RuleRow._fields))))
-    begin = rows[:, len(row) :]
     has_rules, at_start = row.first_timestamp > 0, row.count == 0
-    blank = (begin[:, :, None] == token).any(axis=1) & at_start & has_rules
-    logits = jnp.where(blank, -jnp.inf, logits)
+    logits = _without(logits, jnp.where(at_start & has_rules, rows[:, len(row) :], _NONE))
     is_timed = row.is_timed > 0
     logits = jnp.where(is_timed & _out_of_order(row, token, at_start), -jnp.inf, logits)
     is_timestamp = token >= row.first_timestamp
@@ -92,6 +91,18 @@ def ruled(logits: jax.Array, rows: jax.Array) -> jax.Array:
     total = gather_parts(shares.sum(axis=1, keepdims=True), VOCAB, dimension=1).sum(axis=1, keepdims=True)
     likelier = most + jnp.log(total) > text
     return jnp.where(is_timed & likelier & ~is_timestamp, -jnp.inf, logits)
+
+
+def _without(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the logits f32[S, V / n] with -inf for each slot's `tokens` i32[S, K], where _NONE stands for none."""
+
+    def forbidden(logits: jax.Array) -> jax.Array:
+        column = tokens - first_id(logits)
+        column = jnp.where((tokens >= 0) & (column >= 0), column, logits.shape[1])
+        return logits.at[jnp.arange(len(logits))[:, None], column].set(-jnp.inf, mode="drop")
+
+    # Most steps begin no transcript.
+    return lax.cond(jnp.any(tokens >= 0), forbidden, lambda logits: logits, logits)
 
 
 def _out_of_order(row: RuleRow, token: jax.Array, at_start: jax.Array) -> jax.Array:
