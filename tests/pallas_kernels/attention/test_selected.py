@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.kernels.sparse_attention import MODELS, copied_bytes, copies_of, needed_bytes, shapes_of
 from jaxengine.check.compiled.hlo import parse
 from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
@@ -207,6 +208,18 @@ def test_a_decode_at_128k_reads_the_indexers_keys_and_the_selected_latents_alone
     assert moved <= 1.01 * 2 * num_seqs * (context * 128 + count * 576)
     # Nor does memory follow the context.
     assert compiled.memory_analysis().temp_size_in_bytes < 16 << 20
+
+
+def test_a_decode_at_128k_on_a_tpu_copies_few_bytes_besides_the_selected_ones():
+    """Where no two selected keys share a copy, from the traced kernels: of bfloat16 twice the selected keys."""
+    model, moved, needed = MODELS["DeepSeek-V3.2, 16 heads"], 0, 0
+    for op in model.operations:
+        function, arguments = shapes_of(model, op, "tpu")
+        with copied_bytes(next(each for each in arguments if isinstance(each, KVPages)).data) as sizes:
+            jax.eval_shape(function, *arguments)
+        moved, needed = moved + sum(sizes) * copies_of(model, op), needed + needed_bytes(model, op)[0]
+        assert len(sizes) == 1
+    assert needed <= moved <= 1.1 * needed
 
 
 def test_shapes_that_do_not_fit():
