@@ -192,7 +192,7 @@ def attend_tiles(
         rest,
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
         None if seen is None else _pad_rows(_whole_blocks(seen, plan.block_kv), padded_tokens),
-        kv.data,
+        kv.data if in_words else words.tile_rows(kv.data),
         plan=plan,
         o_dtype=q.dtype,
         vmem_limit_bytes=sizes.vmem_limit_bytes,
@@ -327,7 +327,7 @@ def _call_kernel(
     statistics = pltpu.VMEM((num_kv_heads, plan.rows, LANES), jnp.float32)
     value_width = max(window.size for window in plan.values)
     lanes = buffer_lanes(plan.row_lanes)
-    page = words.page_shape(pool, lanes) if plan.in_words else (plan.page_size, lanes)
+    page = words.page_shape(pool, lanes) if plan.in_words else (*pool.shape[1:3], lanes)
     return pl.pallas_call(
         functools.partial(body, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -298,7 +298,7 @@ def _operand(refs: Refs, plan: Plan, slot, window: Window, part: Part) -> jax.Ar
         return words.load(refs.buffer.at[slot, part.first_page : part.end_page], window.start, window.size).astype(
             plan.operand_dtype
         )
-    tile = refs.buffer[slot, part.first_page : part.end_page, :, window.start : window.start + window.size]
+    tile = refs.buffer[slot, part.first_page : part.end_page, :, :, window.start : window.start + window.size]
     return tile.reshape(-1, window.size).astype(plan.operand_dtype)
 
 

@@ -132,11 +132,12 @@ class Refs(NamedTuple):
     q_rest: Any  # as q, the columns of queries after those of q; or None
     tree: Any  # i32 [tiles * block_q, words] or None
     seen: Any  # i32 [tiles, keys], 0 for keys of a tile's sequence that its token does not see; or None
-    # HBM [P, page_size, C], of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles; or as `words` has it
+    # HBM [P, page_size, C] as `words.tile_rows`, of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles;
+    # or as `words.word_rows`
     pool: Any
     o: Any  # as q, last axis Hv
     lse: Any  # f32 [tiles, K, rows rounded up to whole lane tiles]
-    buffer: Any  # [buffers, pages, page_size, buffer_lanes(K * (H + Hv))], or pages of `words.page_shape`
+    buffer: Any  # [buffers, pages, tiles, rows, buffer_lanes(K * (H + Hv))], or pages of `words.page_shape`
     arrived: Any  # DMA semaphore per buffer
     largest: Any  # f32 [K, rows, LANES] all lanes equal
     total: Any  # f32 [K, rows, LANES] sums of every LANES-th key, or of all in one; lanes are added up once per tile
@@ -264,15 +265,15 @@ def _page_copy(refs: Refs, plan: Plan, page, slot, index) -> Any:
     if plan.in_words:
         source = words.page_of(refs.pool, page, plan.lanes)
     else:
-        source = refs.pool.at[page, :, pl.ds(plan.lanes[0], plan.row_lanes)]
+        source = refs.pool.at[page, :, :, pl.ds(plan.lanes[0], plan.row_lanes)]
     return pltpu.make_async_copy(source, _buffered(refs, plan, slot, index), refs.arrived.at[slot])
 
 
 def _buffered(refs: Refs, plan: Plan, slot, index) -> Any:
     """Return the reference to page `index`, or to a range of pages, of buffer `slot`, without unused lanes."""
-    if len(refs.buffer.shape) == 5:
+    if plan.in_words and len(refs.buffer.shape) == 5:
         return refs.buffer.at[slot, index, : plan.row_lanes // LANES]
-    return refs.buffer.at[slot, index, :, : plan.row_lanes]
+    return refs.buffer.at[slot, index, ..., : plan.row_lanes]
 
 
 def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
@@ -346,16 +347,18 @@ def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot
 
     def zero_page(page):
         # Words of 32 bits hold `packing` rows of one lane; masking bits needs no arithmetic on narrow types.
-        word = lax.broadcasted_iota(jnp.int32, (plan.page_size // packing, LANES), 0) * packing + page * plan.page_size
+        tiles, rows = refs.buffer.shape[2:4]
+        tile, word = (lax.broadcasted_iota(jnp.int32, (tiles, rows // packing, LANES), axis) for axis in (0, 1))
+        word = page * plan.page_size + tile * rows + word * packing
         keep = jnp.zeros_like(word)
         for row in range(packing):
             kept = (word + row >= low) & (word + row < high)
             mask = -1 if bits == 32 else ((1 << bits) - 1) << (bits * row)
             keep |= jnp.where(kept, jnp.int32(mask - (1 << 32) if mask >= 1 << 31 else mask), 0)
         for window in {(window.start, window.size): window for window in plan.values}.values():
-            at = (slot, page, slice(None), slice(window.start, window.start + window.size))
-            words = pltpu.bitcast(refs.buffer[at], jnp.int32)
-            refs.buffer[at] = pltpu.bitcast(words & jnp.tile(keep, (1, window.size // LANES)), refs.buffer.dtype)
+            at = (slot, page, slice(None), slice(None), slice(window.start, window.start + window.size))
+            kept = pltpu.bitcast(refs.buffer[at], jnp.int32) & jnp.tile(keep, (1, 1, window.size // LANES))
+            refs.buffer[at] = pltpu.bitcast(kept, refs.buffer.dtype)
 
     first_unseen = jnp.maximum(high, 0) // plan.page_size
     if plan.spec.window is not None or plan.spec.chunk is not None:

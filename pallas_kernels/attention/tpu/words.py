@@ -1,4 +1,5 @@
-"""Pages of one row of 32-bit words, for attention to selected keys: as few rows as a copy on a TPU can move.
+"""Views of a pool by tiles of HBM, and pages of one row of 32-bit words, for attention to selected keys: as few rows
+as a copy on a TPU can move.
 
 Rows narrower than 32 bits share words: two rows of bfloat16, four of one byte. XLA stores tiles of eight rows by 128
 lanes; of one byte, tiles of 32 rows where these divide a page. Of tiles of eight rows `word_rows` is a view of the same
@@ -31,6 +32,17 @@ def rows_of_word(data: Any) -> int:
 def rows_of_tile(data: Any) -> int:
     """Return how many rows a tile of an array [P, page_size, C] has in HBM."""
     return 4 * SUBLANES if data.dtype.itemsize == 1 and data.shape[1] % (4 * SUBLANES) == 0 else SUBLANES
+
+
+def tile_rows(data: jax.Array) -> jax.Array:
+    """Return the data [P, page_size, C] of a pool of layout TOKEN_ROWS as [P, page_size / n, n, C] with the n rows of a
+    tile. On a TPU it is the same bytes.
+
+    With it, VMEM gets tiles of equal size: tpu7x has larger ones there, for which a copy takes three times the
+    instructions.
+    """
+    tile = rows_of_tile(data)
+    return data.reshape(data.shape[0], -1, tile, data.shape[2])
 
 
 def word_rows(data: jax.Array) -> jax.Array:
