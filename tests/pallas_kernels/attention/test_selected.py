@@ -26,6 +26,7 @@ from jaxengine.pallas_kernels.attention.xla.largest import largest
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, storage_dtype
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import Tuning, XlaSelection
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
 from tests.pallas_kernels.pools import PER_TOKEN, codes, make_pool, token_scale, values_of
 from tests.tables import each_row
 
@@ -220,6 +221,16 @@ def test_a_decode_at_128k_on_a_tpu_copies_few_bytes_besides_the_selected_ones():
         moved, needed = moved + sum(sizes) * copies_of(model, op), needed + needed_bytes(model, op)[0]
         assert len(sizes) == 1
     assert needed <= moved <= 1.1 * needed
+
+
+def test_zeros_of_a_layer_come_from_a_whole_tile_of_one_byte_elements():
+    """XLA for TPUs would copy a pool to read a single one."""
+    for dtype, least in (("int8", 32 * 128), ("float8_e4m3fn", 32 * 128), ("bfloat16", 1)):
+        own = jnp.full((2, 64, 256), 3, dtype)
+        np.testing.assert_array_equal(zeros_in_layer(own, (2, 3)), np.zeros((2, 3), np.float32))
+        program = jax.make_jaxpr(lambda own: zeros_in_layer(own, (2, 3)))(own)
+        widened = next(each for each in program.jaxpr.eqns if each.primitive.name == "convert_element_type")
+        assert widened.invars[0].aval.size >= least
 
 
 def test_shapes_that_do_not_fit():
