@@ -61,7 +61,7 @@ def _latents(
 
 def _wide(name: str, count: int, *lengths: Any, **changes: Any) -> Selection:
     """Of latents in three lane tiles, of which values take two."""
-    return _latents(name, count, *lengths, dims=(300, 16), **changes)._replace(width=200)
+    return _latents(name, count, *lengths, dims=(304, 16), **changes)._replace(width=200)
 
 
 def _blocks(name: str, count: int, size: int, q_lens=_MIXED[0], kv_lens=_MIXED[1], *, refused="", **changes: Any):
