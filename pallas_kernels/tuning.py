@@ -98,6 +98,8 @@ class TpuAttention(_Sizes):
     cores: int = 1  # TensorCores that share a kernel call
     mxu_columns: int = 128  # columns of a matrix unit
     selected_tokens: int = 256  # tokens whose selected keys are listed at a time
+    # Selected keys are copied in tiles of eight rows if this is 8; if less, in rows of 32-bit words: pairs of bfloat16.
+    selected_rows: int = 1
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,10 @@ def zeros_in_layer(own: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.floa
 
     XLA would turn constant zeros into one array for all layers and copy it for each, all at the start of the step.
     """
-    value = own[(0,) * own.ndim].astype(jnp.float32)
+    first = own[(0,) * max(own.ndim - 2, 0)]
+    if own.dtype.itemsize == 1 and own.ndim > 1:
+        # A whole tile of a TPU: to read a single element XLA would copy the array, all of it, to smaller tiles.
+        first = jnp.max(first[:32, :128].astype(jnp.float32))
+    value = first[(0,) * first.ndim].astype(jnp.float32)
     zero = jnp.where(jnp.isfinite(value), 0.0 * jnp.abs(value), 0.0)
     return jnp.broadcast_to(zero.astype(dtype), shape)

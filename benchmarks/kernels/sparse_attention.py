@@ -1,9 +1,11 @@
-"""Sparse attention of one layer on CUDA cards that are not here, as compiled: its kernels beside plain XLA; needs jax's
-CUDA compiler, no card.
+"""Sparse attention of one layer on CUDA cards and TPUs that are not here, as compiled: its kernels beside plain XLA;
+needs jax's CUDA compiler or libtpu, no card.
 
 Bytes are those of a decode of SEQUENCES sequences of CONTEXT keys: what the program moves according to its HLO, with
 the loops' trips that this context takes, and the rows of the pool that a kernel reads. Query heads that do not fit a
-program read a key again, from the L2 cache as a rule; that counts as well. A sort counts as one launch.
+program of a card read a key again, from the L2 cache as a rule; that counts as well. A sort counts as one launch. Of a
+TPU's kernels only the bytes that they copy from the pool are counted, beside those of the keys: the size of a copy is
+taken from the traced kernel, the number of copies is that of the worst case, where no two selected keys share one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import math
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import shared
@@ -35,7 +39,7 @@ from jaxengine.pallas_kernels.tuning import TritonAttention, XlaAttention, XlaSe
 
 SEQUENCES, CONTEXT, PAGE_SIZE = 8, 131072, 64
 PLATFORMS = dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), "gpu_triton") | {"sm_90": "gpu"}
-PLATFORMS |= {"sm_100": "gpu_blackwell"}
+PLATFORMS |= {"sm_100": "gpu_blackwell"} | dict.fromkeys(("v6e", "v5p", "tpu7x"), "tpu")
 
 
 class Model(NamedTuple):
@@ -73,7 +77,8 @@ def shapes_of(model: Model, op: str, platform: str) -> tuple[Callable, tuple[Any
     """Return (function that calls operation `op` of a decode, its arguments as shapes)."""
     stored = model.key if model.size is None else model.key + model.value
     kv_heads = model.heads[1]
-    pool = KVSpec(SEQUENCES * CONTEXT // PAGE_SIZE, PAGE_SIZE, kv_heads, stored, model.index[1], "bfloat16")
+    num_pages = SEQUENCES * CONTEXT // PAGE_SIZE
+    pool = KVSpec(num_pages, PAGE_SIZE, kv_heads, stored, model.index[1], "bfloat16", aligned_values=True)
     kv = jax.eval_shape(partial(alloc, pool, platform=platform))
 
     def shape(*size: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -126,9 +131,61 @@ def trips_of(model: Model, op: str, sizes: XlaSelection, triton: TritonAttention
     return -(-SEQUENCES // sizes.block_tokens), -(-model.count // at_once)
 
 
+def copies_of(model: Model, op: str) -> int:
+    """Return how many copies from the pool an operation's kernel for TPUs starts, where no two selected keys share
+    one: of pages by an indexer, of keys, or of the parts of blocks that lie in one page.
+    """
+    if op.startswith("select_"):
+        return SEQUENCES * CONTEXT // PAGE_SIZE
+    size = model.size or 1
+    return SEQUENCES * model.heads[1] * model.count * (size // math.gcd(size, PAGE_SIZE))
+
+
+@contextmanager
+def copied_bytes(pool: Any) -> Iterator[set[int]]:
+    """Collect, within the context, the sizes in bytes of the copies from `pool`, an array, that traced kernels of TPUs
+    make.
+    """
+    found: set[int] = set()
+    make = pltpu.make_async_copy
+
+    def recorded(source: Any, destination: Any, semaphore: Any) -> Any:
+        base = getattr(source, "ref", source)
+        if math.prod(base.shape) == math.prod(pool.shape):
+            found.add(math.prod(source.shape) * pool.dtype.itemsize)
+        return make(source, destination, semaphore)
+
+    pltpu.make_async_copy = recorded
+    try:
+        yield found
+    finally:
+        pltpu.make_async_copy = make
+
+
+def measure_tpu(target: str, name: str, op: str) -> dict[str, Any]:
+    """Compile an operation's kernel of a model for a TPU and return its figures: "MiB moved", "moved / needed" and
+    "MiB" of temporaries. Raises AssertionError if its copies from the pool are not all of one size.
+    """
+    model = MODELS[name]
+    mesh = Mesh(np.array(target_devices(find_target(target))[:1]), ("devices",))
+    place = NamedSharding(mesh, PartitionSpec())
+    function, arguments = shapes_of(model, op, "tpu")
+    there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
+    with jax.set_mesh(mesh), copied_bytes(next(each for each in there if hasattr(each, "data")).data) as sizes:
+        traced = jax.jit(lambda *given: function(*given)).trace(*there)
+        analysis: Any = traced.lower(lowering_platforms=("tpu",)).compile().memory_analysis()
+    (size,) = sizes
+    moved = size * copies_of(model, op)
+    return {
+        "MiB moved": round(moved / 2**20, 1),
+        "moved / needed": round(moved / needed_bytes(model, op)[0], 2),
+        "MiB": round(analysis.temp_size_in_bytes / 2**20, 1),
+    }
+
+
 def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
-    """Compile an operation of a model for a target and return its figures: "launches", "MiB moved", "moved / needed",
-    "MiB" of temporaries and, for a kernel, "registers" and "spilled bytes". plain: as plain XLA.
+    """Compile an operation of a model for a CUDA card and return its figures: "launches", "MiB moved", "moved /
+    needed", "MiB" of temporaries and, for a kernel, "registers" and "spilled bytes". plain: as plain XLA.
     """
     model, platform, found = MODELS[name], PLATFORMS[target], find_target(target)
     mesh = Mesh(np.array(target_devices(found)[:1]), ("devices",))
@@ -170,7 +227,7 @@ def _own(ptx: str) -> bool:
     return any(f".entry {name}" in ptx for name in ("selected_rows", "index_scores"))
 
 
-OPTIONS = shared(targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"), only="")
+OPTIONS = shared(targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "v6e", "v5p", "tpu7x"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
@@ -180,6 +237,11 @@ def run(args: Namespace, recorder: Recorder) -> None:
             for op in model.operations:
                 if args.only not in f"{name}, {op}" or (op == "select_keys" and model.heads[0] > 16):
                     continue  # selection does not depend on the heads that attend
-                row = {"target": target, "model": name, "operation": op, **measure(target, name, op, plain=False)}
-                row |= {f"XLA: {key}": value for key, value in measure(target, name, op, plain=True).items()}
+                row = {"target": target, "model": name, "operation": op}
+                if PLATFORMS[target] == "tpu":
+                    row |= measure_tpu(target, name, op)
+                else:
+                    row |= measure(target, name, op, plain=False)
+                    plain = measure(target, name, op, plain=True)
+                    row |= {f"XLA: {key}": value for key, value in plain.items()}
                 recorder.add(row, ("target", "model", "operation"))

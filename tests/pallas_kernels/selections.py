@@ -38,6 +38,7 @@ class Selection(NamedTuple):
     size: int | None = None
     near: int | None = None
     refused: str = ""  # why plain XLA must run it on a TPU
+    rows: int = 1  # TpuAttention.selected_rows
 
 
 _MIXED = (1, 1, 6, 0, 1), (100, 17, 30, 0, 140)
@@ -58,6 +59,11 @@ def _latents(
     return Selection(Case(name, q_lens, kv_lens, **fields), count, 24, None, near, refused)
 
 
+def _wide(name: str, count: int, *lengths: Any, **changes: Any) -> Selection:
+    """Of latents in three lane tiles, of which values take two."""
+    return _latents(name, count, *lengths, dims=(304, 16), **changes)._replace(width=200)
+
+
 def _blocks(name: str, count: int, size: int, q_lens=_MIXED[0], kv_lens=_MIXED[1], *, refused="", **changes: Any):
     fields: dict[str, Any] = {"heads": (4, 2), "dims": (256, 128), **_FEW, **changes}
     width = fields["dims"][0] // 2
@@ -76,16 +82,16 @@ def _by_name(*selections: Selection) -> dict[str, Selection]:
 QUICK = _by_name(
     _latents("keys, mixed, with sinks", 40, sinks="mixed"),
     # Keys in more groups than a block of copies has.
-    _latents(
-        "keys of decodes, near each other", 120, _DECODES[0], (700, 17, 128, 9, 1), near=640, heads=(20, 1), **_LONG
-    ),
-    _blocks("blocks, mixed", 3, 32),
+    _wide("keys of decodes, near each other", 120, _DECODES[0], (700, 17, 128, 9, 1), near=640, heads=(20, 1), **_LONG),
+    _wide("keys in tiles of eight", 40, *_DECODES, near=64, heads=(20, 1), **_OF_DECODES)._replace(rows=8),
+    _wide("keys, codes in tiles of 32 rows", 40, *_DECODES, kv_dtype="int8", page_size=32, **_OF_DECODES),
+    _blocks("blocks, mixed", 4, 32),
     _blocks("blocks that straddle pages, one head", 4, 24, *_DECODES, dims=(64, 32), heads=(3, 1), **_OF_DECODES),
     _blocks("heads between lane tiles", 3, 16, dims=(160, 32), refused="they do not begin at lane tiles"),
     _blocks("blocks of twelve", 3, 12, refused="runs of 4 tokens"),
 )
 THOROUGH = _by_name(
-    _latents("keys, float32", 7, dtypes=("float32",), heads=(8, 1)),
+    _latents("keys, float32", 135, dtypes=("float32",), heads=(8, 1)),  # more copies than are unrolled at a time
     _latents("keys, codes", 40, *_DECODES, kv_dtype="int8", **_OF_DECODES),
     _latents("keys, codes of fp8", 300, *_DECODES, kv_dtype="float8_e4m3fn", **_OF_DECODES),
     _latents("keys in pages of eight", 40, page_size=8, max_pages=40),
@@ -285,7 +291,9 @@ def _chosen(given: Selection, problem: Problem) -> tuple[np.ndarray, np.ndarray]
 
 
 def _attend(given: Selection, q, kv, batch, chosen, sinks, implementation: Implementation) -> jax.Array:
-    options: dict[str, Any] = {"spec": _spec(given), "tuning": implementation._tuning(), **implementation._options()}
+    sizes = implementation._tuning().tpu_attention
+    tuning = replace(implementation._tuning(), tpu_attention=replace(sizes, selected_rows=given.rows))
+    options: dict[str, Any] = {"spec": _spec(given), "tuning": tuning, **implementation._options()}
     if given.size is not None:
         return implementation._kernel("block_attention")(q, kv, batch, chosen, size=given.size, **options)
     options["sinks"] = None if sinks is None else jnp.asarray(sinks)

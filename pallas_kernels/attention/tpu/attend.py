@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.tpu import schedule as schedules
+from jaxengine.pallas_kernels.attention.tpu import words
 from jaxengine.pallas_kernels.attention.tpu.kernel import LOG2E, NOTHING_SEEN, attention_kernel
 from jaxengine.pallas_kernels.attention.tpu.pages import Plan
 from jaxengine.pallas_kernels.attention.tpu.schedule import Schedule, Walk
@@ -118,13 +119,15 @@ def attend_tiles(
     interpret: Any,
     body: Callable = attention_kernel,
     seen: jax.Array | None = None,
+    in_words: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Run one kernel call: return o [T, N, Hv] in q's dtype and lse f32 [T, N] of the tokens of `walk`, 0 and -inf for
     all others.
 
     block_q: tokens per tile of `walk`. sizes: the tuning that `walk` was built with. seen: i32 [T, n], for tiles of one
     token, 0 for those of the first n keys of its sequence that it does not see; None if it sees all up to the end of
-    its segment. The other arguments are those of `ragged_paged_attention`.
+    its segment. in_words: whether the data of `kv` are in the form of `words.word_rows`, with pages of the rows that
+    share words. The other arguments are those of `ragged_paged_attention`.
     """
     num_tokens, num_q_heads, _ = q.shape
     group = spec.group_size
@@ -172,6 +175,7 @@ def attend_tiles(
         table_width,
         (first_lane, end_lane),
         seen is not None,
+        in_words=in_words,
     )
     if q_rest is not None and num_kv_heads > 1:  # each head has its own offset in its window
         q, q_rest = jnp.concatenate((q, q_rest), axis=-1), None
@@ -188,7 +192,7 @@ def attend_tiles(
         rest,
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
         None if seen is None else _pad_rows(_whole_blocks(seen, plan.block_kv), padded_tokens),
-        kv.data,
+        kv.data if in_words else words.tile_rows(kv.data),
         plan=plan,
         o_dtype=q.dtype,
         vmem_limit_bytes=sizes.vmem_limit_bytes,
@@ -322,6 +326,8 @@ def _call_kernel(
     is_far = far_page_table is not None
     statistics = pltpu.VMEM((num_kv_heads, plan.rows, LANES), jnp.float32)
     value_width = max(window.size for window in plan.values)
+    lanes = buffer_lanes(plan.row_lanes)
+    page = words.page_shape(pool, lanes) if plan.in_words else (*pool.shape[1:3], lanes)
     return pl.pallas_call(
         functools.partial(body, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -340,7 +346,7 @@ def _call_kernel(
             ],
             out_specs=[per_token(v_head_dim), blocked((blocks.tiles, num_kv_heads, lse_width))],
             scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, blocks.pages, plan.page_size, buffer_lanes(plan.row_lanes)), pool.dtype),
+                pltpu.VMEM((blocks.buffers, blocks.pages, *page), pool.dtype),
                 pltpu.SemaphoreType.DMA((blocks.buffers,)),
                 statistics,
                 statistics,

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxengine.pallas_kernels.attention.tpu import words
 from jaxengine.pallas_kernels.attention.tpu.pages import (
     FETCH_BLOCK,
     FETCH_SEGMENT,
@@ -293,7 +294,11 @@ def _operand(refs: Refs, plan: Plan, slot, window: Window, part: Part) -> jax.Ar
     """Return the columns of `window` of a part's pages in buffer `slot`, its keys or values, as [keys, window.size] of
     plan.operand_dtype.
     """
-    tile = refs.buffer[slot, part.first_page : part.end_page, :, window.start : window.start + window.size]
+    if plan.in_words:
+        return words.load(refs.buffer.at[slot, part.first_page : part.end_page], window.start, window.size).astype(
+            plan.operand_dtype
+        )
+    tile = refs.buffer[slot, part.first_page : part.end_page, :, :, window.start : window.start + window.size]
     return tile.reshape(-1, window.size).astype(plan.operand_dtype)
 
 

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
+from jaxengine.pallas_kernels.attention.tpu import words
 from jaxengine.pallas_kernels.attention.tpu.schedule import Walk
 from jaxengine.pallas_kernels.attention.tpu.tiles import LANES, MOST_COPIES, Blocks, Window, lies_by_token
 
@@ -61,6 +62,7 @@ class Plan:
     table_width: int  # entries of the page table for each sequence
     lanes: tuple[int, int]  # range [first, end) of lanes that a page takes in a row of the pool
     has_seen: bool = False  # whether keys that a token does not see are given one by one
+    in_words: bool = False  # whether a page is one row of words of a pool in the form of `words.word_rows`
 
     def sums_with_values(self, head: int) -> bool:
         """Whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum of its
@@ -130,10 +132,12 @@ class Refs(NamedTuple):
     q_rest: Any  # as q, the columns of queries after those of q; or None
     tree: Any  # i32 [tiles * block_q, words] or None
     seen: Any  # i32 [tiles, keys], 0 for keys of a tile's sequence that its token does not see; or None
-    pool: Any  # HBM [P, page_size, C], of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles
+    # HBM [P, page_size, C] as `words.tile_rows`, of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles;
+    # or as `words.word_rows`
+    pool: Any
     o: Any  # as q, last axis Hv
     lse: Any  # f32 [tiles, K, rows rounded up to whole lane tiles]
-    buffer: Any  # [buffers, pages, page_size, buffer_lanes(K * (H + Hv))]
+    buffer: Any  # [buffers, pages, tiles, rows, buffer_lanes(K * (H + Hv))], or pages of `words.page_shape`
     arrived: Any  # DMA semaphore per buffer
     largest: Any  # f32 [K, rows, LANES] all lanes equal
     total: Any  # f32 [K, rows, LANES] sums of every LANES-th key, or of all in one; lanes are added up once per tile
@@ -238,7 +242,11 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
         table, row = (refs.page_table, segment.seq) if near else (refs.table_rows, refs.cursor[TABLE_ROW])
         # The block's index in the flat table is computed once, so that each of its pages takes one addition.
         first = row * plan.table_width + segment.first_page + item[1] * plan.blocks.pages
-        _for_pages(plan, segment, item, lambda index: _page_copy(refs, plan, table[first + index], slot, index).start())
+
+        def start(base: jax.Array | int, index: jax.Array | int) -> None:
+            _page_copy(refs, plan, table[(first + base) + index], slot, base + index).start()
+
+        _for_pages(plan, segment, item, start)
 
     return next_item(refs, plan, segment, item)
 
@@ -248,15 +256,24 @@ def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None
     must have been fetched.
     """
     # A wait counts bytes, so one is enough for all pages; the source that it names does not matter.
-    pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : plan.row_lanes]
+    pages = _buffered(refs, plan, slot, pl.ds(0, _count(plan, segment, item)))
     pltpu.make_async_copy(pages, pages, refs.arrived.at[slot]).wait()
 
 
 def _page_copy(refs: Refs, plan: Plan, page, slot, index) -> Any:
     """Return an async copy, not yet started, of page `page` of the pool to page `index` of buffer `slot`."""
-    destination = refs.buffer.at[slot, index, :, : plan.row_lanes]
-    source = refs.pool.at[page, :, pl.ds(plan.lanes[0], plan.row_lanes)]
-    return pltpu.make_async_copy(source, destination, refs.arrived.at[slot])
+    if plan.in_words:
+        source = words.page_of(refs.pool, page, plan.lanes)
+    else:
+        source = refs.pool.at[page, :, :, pl.ds(plan.lanes[0], plan.row_lanes)]
+    return pltpu.make_async_copy(source, _buffered(refs, plan, slot, index), refs.arrived.at[slot])
+
+
+def _buffered(refs: Refs, plan: Plan, slot, index) -> Any:
+    """Return the reference to page `index`, or to a range of pages, of buffer `slot`, without unused lanes."""
+    if plan.in_words and len(refs.buffer.shape) == 5:
+        return refs.buffer.at[slot, index, : plan.row_lanes // LANES]
+    return refs.buffer.at[slot, index, ..., : plan.row_lanes]
 
 
 def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
@@ -265,26 +282,28 @@ def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
 
 
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
-    """Call act(index) for the index in its block of each page of `item`, which belongs to `segment`. The loop is
-    unrolled for a full block, so that copies interleave; that of many pages in parts, so that its code stays small.
+    """Call act(base, index) for each page of `item`, which belongs to `segment` and whose index in the block is base +
+    index. For a full block the loop is unrolled, so that copies interleave, with one `base` and constants for `index`.
+    That of many pages is unrolled in parts, so that its code stays small, also if the block is not full.
     """
     pages, count = plan.blocks.pages, _count(plan, segment, item)
-    unrolled = math.gcd(pages, MOST_COPIES) if pages > MOST_COPIES else pages
 
-    @pl.when(count == pages)
-    def _():
-        def part(first: jax.Array | int) -> None:
-            for index in range(unrolled):
-                act(first + index)
+    def part(first: jax.Array | int) -> None:
+        for index in range(unrolled):
+            act(first, index)
 
-        if unrolled == pages:
-            part(0)
-        else:
-            lax.fori_loop(0, pages // unrolled, lambda number, _: part(number * unrolled), None)
+    if pages > MOST_COPIES:
+        unrolled = math.gcd(pages, MOST_COPIES)
+        parts = count // unrolled
+        lax.fori_loop(0, parts, lambda number, _: part(number * unrolled), None)
+        lax.fori_loop(parts * unrolled, count, lambda index, _: act(index, 0), None)
+        return
+    unrolled = pages
+    pl.when(count == pages)(lambda: part(0))
 
     @pl.when(count < pages)
     def _():
-        lax.fori_loop(0, count, lambda index, _: act(index), None)
+        lax.fori_loop(0, count, lambda index, _: act(0, index), None)
 
 
 def _table_row_copy(refs: Refs, plan: Plan, segment, row) -> Any:
@@ -321,21 +340,25 @@ def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot
     if plan.spec.chunk is not None:
         low = jnp.maximum((segment.position + segment.first_row) // plan.spec.chunk * plan.spec.chunk - first_key, 0)
     high = segment.end_key - first_key
+    if plan.in_words:
+        return words.zero_from(refs.buffer.at[slot], jnp.maximum(high, 0), end_page)
     bits = refs.buffer.dtype.itemsize * 8
     packing = 32 // bits
 
     def zero_page(page):
         # Words of 32 bits hold `packing` rows of one lane; masking bits needs no arithmetic on narrow types.
-        word = lax.broadcasted_iota(jnp.int32, (plan.page_size // packing, LANES), 0) * packing + page * plan.page_size
+        tiles, rows = refs.buffer.shape[2:4]
+        tile, word = (lax.broadcasted_iota(jnp.int32, (tiles, rows // packing, LANES), axis) for axis in (0, 1))
+        word = page * plan.page_size + tile * rows + word * packing
         keep = jnp.zeros_like(word)
         for row in range(packing):
             kept = (word + row >= low) & (word + row < high)
             mask = -1 if bits == 32 else ((1 << bits) - 1) << (bits * row)
             keep |= jnp.where(kept, jnp.int32(mask - (1 << 32) if mask >= 1 << 31 else mask), 0)
         for window in {(window.start, window.size): window for window in plan.values}.values():
-            at = (slot, page, slice(None), slice(window.start, window.start + window.size))
-            words = pltpu.bitcast(refs.buffer[at], jnp.int32)
-            refs.buffer[at] = pltpu.bitcast(words & jnp.tile(keep, (1, window.size // LANES)), refs.buffer.dtype)
+            at = (slot, page, slice(None), slice(None), slice(window.start, window.start + window.size))
+            kept = pltpu.bitcast(refs.buffer[at], jnp.int32) & jnp.tile(keep, (1, 1, window.size // LANES))
+            refs.buffer[at] = pltpu.bitcast(kept, refs.buffer.dtype)
 
     first_unseen = jnp.maximum(high, 0) // plan.page_size
     if plan.spec.window is not None or plan.spec.chunk is not None:

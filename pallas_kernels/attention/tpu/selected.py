@@ -6,9 +6,9 @@ with that, with several blocks of copies in flight across tokens. A token's sums
 so its result does not depend on the rest of the batch.
 
 - Blocks of keys: a run is the part of a block that lies in one page, and only the lanes of one KV head are copied.
-- Selected keys: a copy has at least `GROUP` rows, so a run is an aligned group of rows in which some are selected. The
-  kernel gets a mask of the others. In the worst case, where every group has a single selected key, GROUP times the
-  selected bytes are read.
+- Selected keys: a run is an aligned group of rows in which some are selected, and the kernel gets a mask of the others.
+  A group is the rows that share words of 32 bits, two of bfloat16 (words.py): in the worst case, where every group has
+  a single selected key, twice the selected bytes are read. With `TpuAttention.selected_rows` it may be a tile of eight.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.tpu import words
 from jaxengine.pallas_kernels.attention.tpu.attend import attend_tiles
 from jaxengine.pallas_kernels.attention.tpu.schedule import walk_of
-from jaxengine.pallas_kernels.attention.tpu.tiles import LANES
+from jaxengine.pallas_kernels.attention.tpu.tiles import LANES, SUBLANES
 from jaxengine.pallas_kernels.attention.xla import selected, selected_blocks
 from jaxengine.pallas_kernels.attention.xla.attend import log_once
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.tuning import Tuning
 
-GROUP = 8  # rows of a page that one copy moves at least
 _NONE = jnp.iinfo(jnp.int32).max  # sorts after every position
 
 
@@ -52,19 +52,21 @@ def selected_attention(
     Arguments are those of attention.selected.selected_attention, which has checked them. interpret:
     pltpu.InterpretParams to run on a CPU. What the kernel does not support runs as plain XLA, and a warning says why.
     """
-    if reason := _unsupported(q, kv, GROUP):
+    in_words = tuning.tpu_attention.selected_rows < SUBLANES or words.rows_of_tile(kv.data) > SUBLANES
+    group = words.rows_of_word(kv.data) if in_words else SUBLANES
+    if reason := _unsupported(q, kv, SUBLANES):
         log_once("TPU kernel", reason)
         options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning}
         return selected.selected_attention(q, q_rest, kv, batch, positions, **options)
     view = replace(kv.spec, values_in_keys=True)
     first, _ = kv.lanes_of_page
-    rows = _runs_of(kv, view, GROUP, (first, first + _whole_tiles(spec.head_dim)))
+    rows = _runs_of(kv, view, group, (first, first + _whole_tiles(spec.head_dim)))
 
     def attend(q: jax.Array, q_rest: jax.Array, positions: jax.Array, seqs: jax.Array, ends: jax.Array) -> jax.Array:
-        groups, seen, num_keys = _groups(positions, ends)
-        runs = _run_ids(groups * GROUP, seqs, kv.page_size, GROUP, batch.page_table)
+        groups, seen, num_keys = _groups(positions, ends, group)
+        runs = _run_ids(groups * group, seqs, kv.page_size, group, batch.page_table)
         options: dict[str, Any] = {"spec": spec, "sinks": sinks, "tuning": tuning, "interpret": interpret}
-        return _attend_runs(q, q_rest, rows, batch, runs, num_keys, seen=seen, **options)
+        return _attend_runs(q, q_rest, rows, batch, runs, num_keys, seen=seen, in_words=in_words, **options)
 
     return selected.over_tokens(kv, batch, (q, q_rest, positions), attend, tuning.tpu_attention.selected_tokens)
 
@@ -116,9 +118,9 @@ def _unsupported(q: jax.Array, kv: KVPages, run: int) -> str:
     """Return why the kernel cannot read runs of `run` rows of the pool for queries `q`; "" if it can."""
     if jnp.float16 in (q.dtype, kv.data.dtype):
         return "float16, which TPUs do not have"
-    if kv.page_size % GROUP:
-        return f"pages of {kv.page_size} tokens, which is no multiple of {GROUP}"
-    return f"runs of {run} tokens of a block in a page, which is no multiple of {GROUP}" if run % GROUP else ""
+    if kv.page_size % SUBLANES:
+        return f"pages of {kv.page_size} tokens, which is no multiple of {SUBLANES}"
+    return f"runs of {run} tokens of a block in a page, which is no multiple of {SUBLANES}" if run % SUBLANES else ""
 
 
 def _whole_tiles(width: int) -> int:
@@ -127,12 +129,13 @@ def _whole_tiles(width: int) -> int:
 
 
 def _runs_of(kv: KVPages, spec: Any, run: int, lanes: tuple[int, int]) -> KVPages:
-    """Return the pool as one of pages of `run` tokens, of which only `lanes` are read. It is the same array: rows of
-    HBM are in tiles of at most 8. spec: logical shape of what is in those lanes.
+    """Return the pool as one of pages of `run` tokens, a multiple of SUBLANES or the rows of a word, of which only
+    `lanes` are read. On a TPU it is the same array. spec: logical shape of what is in those lanes.
     """
     num_pages = kv.data.shape[0] * (kv.page_size // run)
     own = replace(spec, num_pages=num_pages, page_size=run)
-    return replace(kv, data=kv.data.reshape(num_pages, run, kv.data.shape[2]), spec=own, lanes=lanes)
+    data = words.word_rows(kv.data) if run < SUBLANES else kv.data.reshape(num_pages, run, kv.data.shape[2])
+    return replace(kv, data=data, spec=own, lanes=lanes)
 
 
 def _attend_runs(
@@ -148,6 +151,7 @@ def _attend_runs(
     tuning: Tuning,
     interpret: Any,
     seen: jax.Array | None = None,
+    in_words: bool = False,
 ) -> jax.Array:
     """Return the attention [T, N, Hv] of q (and q_rest) over the keys in the pages `runs` i32 [T, n] of `rows`, of
     which each token sees the first num_keys i32 [T], without those where `seen` i32 [T, keys] is 0; 0 where num_keys
@@ -158,6 +162,7 @@ def _attend_runs(
     own = batch._replace(cu_q_lens=cu_q_lens, kv_lens=num_keys, page_table=runs)
     walk = walk_of(own, spec, num_keys > 0, num_tokens, 1, rows.page_size)
     options: dict[str, Any] = {"spec": spec, "sinks": sinks, "sizes": sizes, "interpret": interpret, "seen": seen}
+    options["in_words"] = in_words
     o, _ = attend_tiles(q, q_rest, None, walk, kv=rows, batch=own, block_q=1, **options)
     return jnp.where(num_keys[:, None, None] > 0, o, 0)  # a token without keys between others has no tile
 
@@ -192,38 +197,38 @@ def _pieces(blocks: jax.Array, ends: jax.Array, size: int, run: int) -> tuple[ja
     return firsts, jnp.sum(seen, axis=1, dtype=jnp.int32)
 
 
-def _groups(positions: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the groups of GROUP positions with one of `positions` i32 [T, k], as (their numbers i32 [T, k], ascending;
-    i32 [T, n] with n at least k * GROUP, 1 for selected positions of theirs; how many keys i32 [T] there are up to the
-    token's own).
+def _groups(positions: jax.Array, ends: jax.Array, group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the groups of `group` positions with one of `positions` i32 [T, k], as (their numbers i32 [T, k],
+    ascending; i32 [T, n] with n at least k * group, 1 for selected positions of theirs; how many keys i32 [T] there are
+    up to the token's own).
 
     positions: distinct and less than 2**26, -1 for none. ends: i32 [T], keys that a token sees. What follows the last
     group is undefined.
     """
     chosen = jnp.sort(jnp.where((positions >= 0) & (ends[:, None] > 0), positions, _NONE), axis=1)
-    live, numbers = chosen != _NONE, chosen // GROUP
+    live, numbers = chosen != _NONE, chosen // group
     is_last = live & (numbers != jnp.pad(numbers[:, 1:], ((0, 0), (0, 1)), constant_values=-1))
     # Sums of distinct powers of two: their differences say which positions of a group are selected.
-    sums = jnp.cumsum(jnp.where(live, 1 << chosen % GROUP, 0), axis=1, dtype=jnp.int32)
+    sums = jnp.cumsum(jnp.where(live, 1 << chosen % group, 0), axis=1, dtype=jnp.int32)
     before = lax.cummax(jnp.pad(jnp.where(is_last, sums, 0)[:, :-1], ((0, 0), (1, 0))), axis=1)
     # One array of numbers and bits: XLA compiles a sort of two for many seconds.
-    joined = jnp.sort(jnp.where(is_last, numbers << GROUP | (sums - before), _NONE), axis=1)
-    seen = _unpacked(joined & ((1 << GROUP) - 1))
+    joined = jnp.sort(jnp.where(is_last, numbers << group | (sums - before), _NONE), axis=1)
+    seen = _unpacked(joined & ((1 << group) - 1), group)
     count = jnp.sum(is_last, axis=1, dtype=jnp.int32)
     last = jnp.max(jnp.where(live, numbers, 0), axis=1)
-    inner = jnp.clip(ends - last * GROUP, 1, GROUP)
-    num_keys = jnp.where(count > 0, (count - 1) * GROUP + inner, 0)
-    return joined >> GROUP, seen, num_keys
+    inner = jnp.clip(ends - last * group, 1, group)
+    num_keys = jnp.where(count > 0, (count - 1) * group + inner, 0)
+    return joined >> group, seen, num_keys
 
 
-def _unpacked(words: jax.Array) -> jax.Array:
-    """Return the GROUP lowest bits of `words` i32 [T, k], which have no others, one after the other: i32 [T, n], 0 or
-    1, with n the least multiple of GROUP * LANES that is at least k * GROUP.
+def _unpacked(masks: jax.Array, group: int) -> jax.Array:
+    """Return the `group` lowest bits of `masks` i32 [T, k], which have no others, one after the other: i32 [T, n], 0 or
+    1, with n the least multiple of group * LANES that is at least k * group.
     """
-    words = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES))).reshape(len(words), -1, LANES)
-    # A product repeats every word, exactly; to repeat along lanes is a shuffle that XLA compiles for ten seconds.
-    lane = jnp.arange(LANES * GROUP, dtype=jnp.int32)
-    repeat = jnp.arange(LANES, dtype=jnp.int32)[:, None] == lane // GROUP
-    operands = words.astype(jnp.bfloat16), repeat.astype(jnp.bfloat16)
+    masks = jnp.pad(masks, ((0, 0), (0, -masks.shape[1] % LANES))).reshape(len(masks), -1, LANES)
+    # A product repeats every mask, exactly; to repeat along lanes is a shuffle that XLA compiles for ten seconds.
+    lane = jnp.arange(LANES * group, dtype=jnp.int32)
+    repeat = jnp.arange(LANES, dtype=jnp.int32)[:, None] == lane // group
+    operands = masks.astype(jnp.bfloat16), repeat.astype(jnp.bfloat16)
     repeated = jnp.matmul(*operands, preferred_element_type=jnp.float32).astype(jnp.int32)
-    return ((repeated >> lane % GROUP) & 1).reshape(len(words), -1)
+    return ((repeated >> lane % group) & 1).reshape(len(masks), -1)

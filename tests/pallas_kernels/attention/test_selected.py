@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.kernels.sparse_attention import MODELS, copied_bytes, copies_of, needed_bytes, shapes_of
 from jaxengine.check.compiled.hlo import parse
 from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
@@ -25,6 +26,7 @@ from jaxengine.pallas_kernels.attention.xla.largest import largest
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, storage_dtype
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import Tuning, XlaSelection
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
 from tests.pallas_kernels.pools import PER_TOKEN, codes, make_pool, token_scale, values_of
 from tests.tables import each_row
 
@@ -207,6 +209,28 @@ def test_a_decode_at_128k_reads_the_indexers_keys_and_the_selected_latents_alone
     assert moved <= 1.01 * 2 * num_seqs * (context * 128 + count * 576)
     # Nor does memory follow the context.
     assert compiled.memory_analysis().temp_size_in_bytes < 16 << 20
+
+
+def test_a_decode_at_128k_on_a_tpu_copies_few_bytes_besides_the_selected_ones():
+    """Where no two selected keys share a copy, from the traced kernels: of bfloat16 twice the selected keys."""
+    model, moved, needed = MODELS["DeepSeek-V3.2, 16 heads"], 0, 0
+    for op in model.operations:
+        function, arguments = shapes_of(model, op, "tpu")
+        with copied_bytes(next(each for each in arguments if isinstance(each, KVPages)).data) as sizes:
+            jax.eval_shape(function, *arguments)
+        moved, needed = moved + sum(sizes) * copies_of(model, op), needed + needed_bytes(model, op)[0]
+        assert len(sizes) == 1
+    assert needed <= moved <= 1.1 * needed
+
+
+def test_zeros_of_a_layer_come_from_a_whole_tile_of_one_byte_elements():
+    """XLA for TPUs would copy a pool to read a single one."""
+    for dtype, least in (("int8", 32 * 128), ("float8_e4m3fn", 32 * 128), ("bfloat16", 1)):
+        own = jnp.full((2, 64, 256), 3, dtype)
+        np.testing.assert_array_equal(zeros_in_layer(own, (2, 3)), np.zeros((2, 3), np.float32))
+        program = jax.make_jaxpr(lambda own: zeros_in_layer(own, (2, 3)))(own)
+        widened = next(each for each in program.jaxpr.eqns if each.primitive.name == "convert_element_type")
+        assert widened.invars[0].aval.size >= least
 
 
 def test_shapes_that_do_not_fit():

@@ -38,8 +38,8 @@ MUTANTS = [
     Mutant(
         "start dropped",
         _TPU,
-        ", lambda index: _page_copy(refs, plan, table[first + index], slot, index).start())",
-        ", lambda index: None)",
+        "        _for_pages(plan, segment, item, start)",
+        "        _for_pages(plan, segment, item, lambda base, index: None)",
         _ANY,
     ),
     Mutant(
@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "first page of a block never fetched",
         _TPU,
-        "                act(first + index)\n",
-        "                act(first + max(index, 1))\n",
+        "            act(first, index)\n",
+        "            act(first, max(index, 1))\n",
         _BLOCKS,
     ),
     Mutant(
@@ -63,7 +63,8 @@ MUTANTS = [
         "    @pl.when(item[0] <= end)\n",
         _ANY,
     ),
-    Mutant("page off by one", _TPU, "table[first + index]", "table[first + index + 1]", _ANY),
+    Mutant("values of a page's first tile zeroed alone", _TPU, "tile * rows + word", "tile * 0 + word", _ANY),
+    Mutant("page off by one", _TPU, "table[(first + base) + index]", "table[(first + base) + index + 1]", _ANY),
     Mutant(
         "last page dropped",
         _TPU,

@@ -8,7 +8,7 @@ from tests.pallas_kernels.worker import Job
 SECONDS = 60
 
 _SELECTED, _INDEX, _KERNEL = "attention/tpu/selected", "attention/tpu/index", "attention/tpu/kernel"
-_BATCH = "attention/ragged_batch"
+_BATCH, _WORDS, _PAGES = "attention/ragged_batch", "attention/tpu/words", "attention/tpu/pages"
 
 
 def _on(*cases: str, implementation: str = "tpu-lazy") -> tuple[Job, ...]:
@@ -21,6 +21,8 @@ def _indexer(*cases: str, implementation: str = "tpu-lazy") -> tuple[Job, ...]:
 
 _NEAR, _STRADDLE = _on("keys of decodes, near each other"), _on("blocks that straddle pages, one head")
 _HEADS = _on("blocks, mixed")
+_CODES = _on("keys, codes in tiles of 32 rows")
+_TILES, _MANY = _on("keys in tiles of eight"), _on("keys, float32")
 _KEYS, _BLOCKS = _indexer("indexer of keys"), _indexer("indexer of blocks")
 
 MUTANTS = [
@@ -39,7 +41,7 @@ MUTANTS = [
         "refs.seen[pl.ds(sub * 0, 1)",
         _NEAR,
     ),
-    Mutant("bits of the groups before, too", _SELECTED, "(sums - before)", "(sums & 255)", _NEAR),
+    Mutant("bits of the groups before, too", _SELECTED, "(sums - before)", "(sums & 3)", _NEAR),
     Mutant(
         "groups next to each other taken for one",
         _SELECTED,
@@ -50,18 +52,54 @@ MUTANTS = [
     Mutant(
         "bits in the opposite order",
         _SELECTED,
-        "repeated >> lane % GROUP",
-        "repeated >> (GROUP - 1 - lane % GROUP)",
+        "repeated >> lane % group",
+        "repeated >> (group - 1 - lane % group)",
         _NEAR,
     ),
     Mutant(
         "a group past the sequence's end",
         _SELECTED,
-        "clip(ends - last * GROUP, 1, GROUP)",
-        "clip(ends * 0 + GROUP, 1, GROUP)",
+        "clip(ends - last * group, 1, group)",
+        "clip(ends * 0 + group, 1, group)",
         _NEAR,
     ),
-    Mutant("the last group left out", _SELECTED, "(count - 1) * GROUP + inner", "(count - 1) * GROUP", _NEAR),
+    Mutant("the last group left out", _SELECTED, "(count - 1) * group + inner", "(count - 1) * group", _NEAR),
+    Mutant(
+        "tiles of eight rows with the list of words",
+        _SELECTED,
+        "if in_words else SUBLANES",
+        "if True else SUBLANES",
+        _TILES,
+    ),
+    Mutant("the tile's first words for all", _WORDS, "page & (words - 1)", "page & 0", _NEAR),
+    Mutant("pages of the next tile", _WORDS, "(page, words.bit_length() - 1)", "(page, words.bit_length() - 2)", _NEAR),
+    Mutant(
+        "rows of the tile's first words for all",
+        _WORDS,
+        "(word * rows, rows), rows)",
+        "(word * 0, rows), rows)",
+        _CODES,
+    ),
+    Mutant("words of one lane tile for all", _WORDS, "words[pl.ds(tile, pages", "words[pl.ds(tile * 0, pages", _NEAR),
+    Mutant("words of one page for all lane tiles", _WORDS, "words.shape[0] // pages), :]", "1), :]", _NEAR),
+    Mutant("rows past the end not zeroed", _WORDS, "words[...] & keep", "words[...] | 0", _NEAR),
+    Mutant("the rows that share the last word kept", _WORDS, "row + part < first_row", "row < first_row", _NEAR),
+    Mutant("all rows of the last word zeroed", _WORDS, "row + part < first_row", "row + rows - 1 < first_row", _NEAR),
+    Mutant(
+        "pages after the last whole number not zeroed",
+        _WORDS,
+        "pl.cdiv(end_page, SUBLANES)",
+        "end_page // SUBLANES - 1",
+        _NEAR,
+    ),
+    Mutant(
+        "copies past the last whole part left out",
+        _PAGES,
+        "lax.fori_loop(parts * unrolled, count,",
+        "lax.fori_loop(count, count,",
+        _MANY,
+    ),
+    Mutant("the first part's pages for all", _PAGES, "part(number * unrolled)", "part(number * 0)", _MANY),
     Mutant("runs of the page's start", _SELECTED, " + firsts % page_size // run", "", _STRADDLE),
     Mutant(
         "pages of the next column",
