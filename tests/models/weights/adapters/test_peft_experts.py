@@ -233,7 +233,7 @@ def test_experts_without_a_gate(model_of, tmp_path):
 def test_gated_norms_have_no_adapters(model_of):
     """A layer does not tell its norms what their rows are, which a product that takes adapters must know."""
     config = model_of("axk2").config
-    norm = GatedNorm(config, 16, source="model.layers.0.input_layernorm", build=Build("float32", lora=SPEC, layer=0))
+    norm = GatedNorm(config, source="model.layers.0.input_layernorm", build=Build("float32", lora=SPEC, layer=0))
     assert norm(jnp.ones((3, config.hidden_size))).shape == (3, config.hidden_size)
     assert not any(isinstance(leaf, PoolArray) for _, leaf in nnx.to_flat_state(nnx.state(norm)))
 
