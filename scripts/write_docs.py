@@ -213,11 +213,11 @@ videos](media.md#processing), unless its row says that it is served as text or t
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
 keys that its indexer selects, and MiniMax M3's the blocks of keys, in [kernels](kernels.md) on TPUs and on NVIDIA cards
-of compute capability 8.0 to 10.3 and 12; on others and on CPUs as plain XLA. What a kernel does not take runs as plain XLA, too, and the log says so: on all, indexers with pooled keys; on TPUs, pages
-whose size is no multiple of 8, blocks that share no such multiple with the pages, several KV heads whose rows do not
-begin at multiples of 128 elements, indexers with a number of heads that is no multiple of 8; on GPUs, float32, caches
-with scales of tokens, widths that are no multiple of 8, indexers with more than 128 heads. GGUF files of these models
-are refused.
+of compute capability 8.0 to 10.3 and 12; on others and on CPUs as plain XLA. What a kernel does not take runs as plain
+XLA, too, and the log says so: on all, indexers with pooled keys; on TPUs, pages whose size is no multiple of 8, blocks
+that share no such multiple with the pages, several KV heads whose rows do not begin at multiples of 128 elements,
+indexers with a number of heads that is no multiple of 8; on GPUs, float32, caches with scales of tokens, widths that
+are no multiple of 8, indexers with more than 128 heads. GGUF files of these models are refused.
 
 **ALiBi** (BLOOM, MPT, Baichuan-13B, Jais, Falcon's `rw` models; Press et al. 2021, arXiv:2108.12409) takes the distance
 of a key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are
