@@ -252,7 +252,9 @@ _STEP = Row(
     choose=_step_form,
     each_layer=_step_layer,
     experts=shared_of_size,
-    **_UNBIASED | {"mlp_bias": "mlp_bias"},
+    bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
 )
 
 
