@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -64,6 +65,7 @@ def has_triton(capability: str) -> bool:
     return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
 
 
+@cache
 def lowers_triton() -> bool:
     """Whether the installed jax lowers Pallas-Triton kernels for every card: not 0.11.0 and 0.11.1, which refuse cards
     whose names they do not know.

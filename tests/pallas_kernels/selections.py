@@ -60,7 +60,7 @@ def _latents(
 
 
 def _wide(name: str, count: int, *lengths: Any, **changes: Any) -> Selection:
-    """Of latents in three lane tiles, of which values take two."""
+    """Problem over latents in three lane tiles, of which values take two."""
     return _latents(name, count, *lengths, dims=(304, 16), **changes)._replace(width=200)
 
 

@@ -97,19 +97,19 @@ class Schedule:
     tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
 
 
-def head_tiles(spec: AttentionSpec) -> int:
-    """Return the smallest number of equal tiles, each of at most 64 query heads (the rows of a warpgroup), into which
-    the query heads of a kv head (spec.group_size) can be cut.
+def head_tiles(spec: AttentionSpec, most: int = WARPGROUP_ROWS) -> int:
+    """Return the smallest number of equal tiles, each of at most `most` query heads (by default the rows of a
+    warpgroup), into which the query heads of a kv head (spec.group_size) can be cut.
     """
-    least = -(-spec.group_size // WARPGROUP_ROWS)
+    least = -(-spec.group_size // most)
     return next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
 
 
-def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
-    """Return `spec` with num_kv_heads multiplied by `head_tiles`, so that every tile of query heads counts as a kv
-    head.
+def tiled_heads(spec: AttentionSpec, most: int = WARPGROUP_ROWS) -> AttentionSpec:
+    """Return `spec` with num_kv_heads multiplied by `head_tiles`, so that every tile of at most `most` query heads
+    counts as a kv head.
     """
-    return replace(spec, num_kv_heads=spec.num_kv_heads * head_tiles(spec))
+    return replace(spec, num_kv_heads=spec.num_kv_heads * head_tiles(spec, most))
 
 
 def prefill_rows(spec: AttentionSpec, most: int) -> int:

@@ -8,13 +8,13 @@ page where values are the first elements of keys (latents).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.attention.hopper.schedule import DecodeItems, row_items
+from jaxengine.pallas_kernels.attention.hopper.schedule import DecodeItems, row_items, tiled_heads
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.triton.kernel import Shape, most_rows, rows_attention
 from jaxengine.pallas_kernels.attention.xla import schedule as xla_schedule
@@ -31,7 +31,7 @@ MAX_LATENT_DIM = 512  # of a value that lies in a key; up to MAX_HEAD_DIM elemen
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention on such a card, a pytree."""
+    """Work list of one step's attention for the Triton kernels, a pytree."""
 
     items: DecodeItems  # of all new tokens
     tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
@@ -107,10 +107,9 @@ def attention_schedule(
     `kv_limits` is given. Arguments are those of attention.op.attention_schedule, which has checked them.
     """
     if kv_limits is None and why_not(spec, q_dtype, kv_spec) is None:
-        own = tuning.triton_attention
-        most = own.selected_rows if spec.values_in_keys else most_rows(spec)
+        most = _most_heads(spec, tuning)
         sizes = {"num_tokens": num_tokens, "page_size": page_size, "most_rows": most}
-        return Schedule(row_items(batch, _tiled(spec, most), own, **sizes), tuning)
+        return Schedule(row_items(batch, tiled_heads(spec, most), tuning.triton_attention, **sizes), tuning)
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
 
@@ -129,7 +128,7 @@ def ragged_paged_attention(
     biases: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the attention of queries over the pages of their sequences on such a card: return o [T, N, Hv]
+    """Compute the attention of queries over the pages of their sequences with the Triton kernels: return o [T, N, Hv]
     in q's dtype and lse f32 [T, N].
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask, q_rest, slopes
@@ -151,21 +150,15 @@ def ragged_paged_attention(
     assert isinstance(schedule, Schedule)
     items, ones = schedule.items, jnp.ones((spec.num_kv_heads,), jnp.float32)
     k_scale = spec.sm_scale * (ones if kv.k_scale is None else kv.k_scale)
-    v_scale = kv.k_scale if spec.values_in_keys else kv.v_scale
-    scales = k_scale, ones if v_scale is None else v_scale
+    scales = k_scale, ones if kv.value_scale is None else kv.value_scale
     sinks = jnp.full((spec.num_q_heads,), -jnp.inf) if sinks is None else sinks
-    sizes = schedule.tuning.triton_attention
-    tiled = _tiled(spec, sizes.selected_rows if spec.values_in_keys else most_rows(spec))
+    sizes, tiled = schedule.tuning.triton_attention, tiled_heads(spec, _most_heads(spec, schedule.tuning))
     tiles = tiled.num_kv_heads // spec.num_kv_heads
     shape = Shape(tiled, kv.page_size, items.row_tokens.shape[1], q.dtype, tiles)
     queries = (q,) if q_rest is None else (q, q_rest)
     return rows_attention(queries, kv.data, batch.page_table, scales, sinks, items, shape, sizes, interpret)
 
 
-def _tiled(spec: AttentionSpec, most: int) -> AttentionSpec:
-    """Return `spec` with every tile of query heads as a KV head: the fewest equal tiles of at most `most` heads into
-    which the query heads of a KV head can be cut.
-    """
-    least = -(-spec.group_size // most)
-    tiles = next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
-    return replace(spec, num_kv_heads=spec.num_kv_heads * tiles)
+def _most_heads(spec: AttentionSpec, tuning: Tuning) -> int:
+    """Return the most query rows of a program: of latents as many as of selected keys, as a key is as wide."""
+    return tuning.triton_attention.selected_rows if spec.values_in_keys else most_rows(spec)

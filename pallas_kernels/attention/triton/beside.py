@@ -1,7 +1,7 @@
 """Paged attention on Hopper and Blackwell GPUs: their own kernels, and those in Triton for what these do not take.
 
-Both read the same pool. Attention in chunks, with values of another width than keys, with a window on both sides or
-with wide heads of one-byte codes runs in Triton there.
+Both read the same pool. Attention in chunks, with values of another width than keys, with a window on both sides, with
+wide heads of one-byte codes, and to latents that the card has no kernel of its own for runs in Triton there.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def quantized_matmul(
     sizes: TritonProducts | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros on such a GPU: return [M, out] in out_dtype.
+    """Multiply x [M, in] by codes * scales - zeros on an NVIDIA GPU: return [M, out] in out_dtype.
     matmul.quantized.quantized_matmul has checked the arguments.
 
     XLA computes the product if the kernel does not support it (`why_xla`, rounded rows) or is slower for so many rows;

@@ -27,7 +27,7 @@ from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_pag
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.triton import attend
 from jaxengine.pallas_kernels.attention.xla.attend import log_once
-from jaxengine.pallas_kernels.cards import plain_cards, plain_operations, why_no_kernels
+from jaxengine.pallas_kernels.cards import lowers_triton, plain_cards, plain_operations, why_no_kernels
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
 from jaxengine.pallas_kernels.registry import platform_of
 from jaxengine.pallas_kernels.tuning import Tuning
@@ -42,6 +42,7 @@ A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 
 def test_cards_of_ampere_ada_and_rtx_blackwell_run_them(monkeypatch):
     def platforms() -> list[str]:
+        lowers_triton.cache_clear()
         capabilities = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
         return [platform_of(SimpleNamespace(platform="cuda", compute_capability=each)) for each in capabilities]
 
@@ -58,8 +59,10 @@ def test_cards_of_ampere_ada_and_rtx_blackwell_run_them(monkeypatch):
     assert plain_operations("7.5") == "attention and quantised products"
     assert why_no_kernels("7.5") == "compute capability 7.5"
     monkeypatch.setattr(cards, "version", lambda name: "0.11.1")
+    lowers_triton.cache_clear()
     assert plain_operations("8.9") == "attention and quantised products"
     assert why_no_kernels("8.9") == "jax 0.11.1 lowers Triton kernels for few cards, 0.11.2 and later for all"
+    lowers_triton.cache_clear()
 
 
 _POOL = KVSpec(4, 16, 2, 128, 128, "bfloat16")

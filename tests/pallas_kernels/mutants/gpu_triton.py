@@ -75,10 +75,10 @@ MUTANTS = [
     Mutant("parts over each other", _KERNEL, "refs.part_o.at[part, lane", "refs.part_o.at[0, lane", _CUT),
     Mutant("rest of a latent dropped", _KERNEL, "(value, key - value)) if", "(0, key - value)) if", _LATENTS),
     Mutant("latent of the next token", _KERNEL, "spec.head_dim + column", "spec.v_head_dim + column", _LATENTS),
-    Mutant("tile of heads of another", _DISPATCH, "spec.num_kv_heads * tiles)", "spec.num_kv_heads)", _TILES),
+    Mutant("tile of heads of another", _SCHEDULE, "* head_tiles(spec, most))", ")", _TILES),
     Mutant("tiles for heads of the pool", _KERNEL, "page, head // shape.tiles, start", "page, 0, start", _LATENT_HEADS),
     Mutant(
-        "scale of latents' values dropped", _DISPATCH, "v_scale = kv.k_scale if", "v_scale = None if", _LATENT_CODES
+        "scale of latents' values dropped", _DISPATCH, "ones if kv.value_scale is None", "ones if True", _LATENT_CODES
     ),
     Mutant("log-sum-exp in base 2", _KERNEL, "jnp.log2(divisor)) / LOG2E", "jnp.log2(divisor))", _ANY),
 ]
