@@ -19,7 +19,9 @@ from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen0
 
 NATIVE = "native"  # machine code from llvmlite, which is only used after `native_code` has built it
 # Packages whose modules `code` have the handlers of NATIVE kernels.
-NATIVE_ROOMS = tuple(f"jaxengine.pallas_kernels.{room}.native" for room in ("matmul", "attention"))
+NATIVE_ROOMS = tuple(
+    f"jaxengine.pallas_kernels.{room}" for room in ("matmul.native", "matmul.native_rows", "attention.native")
+)
 # Layouts in which kernels store keys and values. jaxengine.pallas_kernels.kv.pages describes and implements them.
 HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
 

@@ -79,6 +79,7 @@ ROOMS = {
     "pallas_kernels.matmul.xla": "pallas_kernels:base pallas_kernels.matmul",
     "pallas_kernels.matmul.cpu": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla",
     "pallas_kernels.matmul.native": "pallas_kernels.native pallas_kernels.matmul pallas_kernels.matmul.cpu",
+    "pallas_kernels.matmul.native_rows": "pallas_kernels.native",
     "pallas_kernels.matmul.tpu": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla",
     "pallas_kernels.matmul.blackwell": "",
     "pallas_kernels.matmul.hopper": (

@@ -1,4 +1,4 @@
-"""Products of few rows on this CPU: machine code of llvmlite beside plain XLA, in turns within one process.
+"""Products of rows on this CPU: machine code of llvmlite beside plain XLA, in turns within one process.
 
 A program multiplies by one matrix after another, each product's rows from the one before, over more bytes than a core's
 cache holds, as a step does.
@@ -24,18 +24,20 @@ from jaxengine.pallas_kernels.registry import native_code
 
 # Inputs and outputs: of the embedded model's layers, and of a 1B's and an 8B's widest.
 SHAPES = ((576, 576), (576, 3072), (1536, 576), (2048, 8192), (4096, 14336))
-KINDS = ("four bits", "int8", "bfloat16")
+KINDS = ("four bits", "int8", "bfloat16", "float32")
+_DENSE = "bfloat16", "float32"
 _GROUP, _BYTES = 32, 40_000_000
 OPTIONS = {"rows": Option((1, 2, 8), "of a step"), **shared(rounds=5, only="")}
 
 
 def _matrix(kind: str, inputs: int, outputs: int, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-    """Return a random matrix [inputs, outputs]: one bfloat16 array, or codes and scales, for four bits also zeros.
+    """Return a random matrix [inputs, outputs]: one bfloat16 or float32 array, or codes and scales, for four bits also
+    zeros.
 
     Scales and zeros are of groups of _GROUP inputs. Codes of four bits are packed in pairs, u8[inputs / 2, outputs].
     """
-    if kind == "bfloat16":
-        return (jnp.asarray(rng.standard_normal((inputs, outputs)), jnp.bfloat16),)
+    if kind in _DENSE:
+        return (jnp.asarray(rng.standard_normal((inputs, outputs)), kind),)
     scales = jnp.asarray(rng.random((inputs // _GROUP, outputs)), jnp.float32) / inputs
     if kind == "int8":
         return jnp.asarray(rng.integers(-127, 128, (inputs, outputs)), jnp.int8), scales
@@ -43,11 +45,13 @@ def _matrix(kind: str, inputs: int, outputs: int, rng: np.random.Generator) -> t
 
 
 def _product(kind: str, native: bool, x: jax.Array, matrix: tuple[jax.Array, ...]) -> jax.Array:
-    """Return x times the matrix, by machine code if `native`, else by plain XLA. kind: "bfloat16" for (values,), with x
-    rounded to bfloat16; another for (codes, scales) or (codes, scales, zeros) and a float32 result.
+    """Return x times the matrix, by machine code if `native`, else by plain XLA.
+
+    kind: one of _DENSE for (values,), with x rounded to it; another for (codes, scales) or (codes, scales, zeros) and a
+    float32 result.
     """
-    if kind == "bfloat16":
-        return (dense if native else dense_cpu).matmul(x.astype(jnp.bfloat16), matrix[0], contract=0)
+    if kind in _DENSE:
+        return (dense if native else dense_cpu).matmul(x.astype(kind), matrix[0], contract=0)
     codes, scales, *zeros = matrix
     options = {"dtype": jnp.float32, "out_dtype": jnp.float32}
     multiply = (quantized if native else quantized_cpu).quantized_matmul

@@ -108,8 +108,7 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
     abi = ffi_abi(Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    wide = bool(features.get("avx512f"))
-    bits = 512 if wide else 256
+    bits = 512 if features.get("avx512f") else 256
     host = {"cpu": cpu, "features": features.flatten(), "opt": 3, "jit": True}
     machine = llvm.Target.from_default_triple().create_target_machine(**host)
     options = llvm.create_pipeline_tuning_options(speed_level=1)
@@ -117,7 +116,7 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
     builder = llvm.create_pass_builder(machine, options)
     engine = None
     for room in rooms:
-        code = importlib.import_module(f"{room}.code").build(llvm.get_process_triple(), abi, wide=wide)
+        code = importlib.import_module(f"{room}.code").build(llvm.get_process_triple(), abi, features)
         module = llvm.parse_assembly(with_vector_width(str(code), bits))
         module.verify()
         builder.getModulePassManager().run(module, builder)
@@ -132,11 +131,11 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
 
 
 @functools.cache
-def wide_vectors() -> bool:
-    """Whether the processor has vectors of 512 bits, AVX-512F. Raises ImportError without llvmlite."""
+def has_feature(name: str) -> bool:
+    """Whether the processor has a feature, by LLVM's name, such as "avx512f". Raises ImportError without llvmlite."""
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
-    return bool(llvm.get_host_cpu_features().get("avx512f"))
+    return bool(llvm.get_host_cpu_features().get(name))
 
 
 def with_vector_width(text: str, bits: int) -> str:

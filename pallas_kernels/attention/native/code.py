@@ -19,7 +19,7 @@ from typing import Any
 
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
-from jaxengine.pallas_kernels.attention.native.copies import FORMATS, make_copy_keys, make_copy_values, make_transpose
+from jaxengine.pallas_kernels.attention.native.copies import FORMATS, make_copy_keys, make_copy_values
 from jaxengine.pallas_kernels.native.builder import (
     COUNTERS,
     F32,
@@ -37,6 +37,7 @@ from jaxengine.pallas_kernels.native.builder import (
     least,
 )
 from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME, Handlers
+from jaxengine.pallas_kernels.native.transpose import make_transpose
 
 BLOCK = 4 * LANES  # keys
 _CHUNKS = BLOCK // LANES  # vectors of keys in a block
@@ -444,6 +445,8 @@ class _Item:
                 b.write(b.fdiv(found, divisor), own["o"], b.total((place, own["value_width"], 4), (first, 4)))
 
 
-def build(triple: str, abi: Mapping[str, int], *, wide: bool) -> ir.Module:
-    """Return the module of LLVM IR with the handlers. triple, abi, wide: see AttentionCode."""
-    return AttentionCode(triple, abi, wide=wide).module
+def build(triple: str, abi: Mapping[str, int], features: Mapping[str, bool]) -> ir.Module:
+    """Return the module of LLVM IR with the handlers. triple, abi: see Handlers. features: of the processor, by LLVM's
+    names.
+    """
+    return AttentionCode(triple, abi, wide=bool(features.get("avx512f"))).module

@@ -26,7 +26,9 @@ def _check(kind: str, is_table: bool, address: int) -> None:
     rng = np.random.default_rng(0)
     rows, inputs, outputs, groups = 7, 128, 2 * TILE, 2
     x = rng.standard_normal((rows, inputs)).astype(np.float32)
-    if kind == "bfloat16":
+    if kind == "float32":
+        matrix = wide = rng.standard_normal((inputs, outputs)).astype(np.float32)
+    elif kind in ("bfloat16", "dots"):
         bits = rng.standard_normal((inputs, outputs)).astype(np.float32).view(np.uint32) & 0xFFFF0000
         matrix, wide = (bits >> 16).astype(np.uint16), bits.view(np.float32)
     else:
@@ -36,6 +38,8 @@ def _check(kind: str, is_table: bool, address: int) -> None:
     scales, zeros = (rng.standard_normal((groups, outputs)).astype(np.float32) for _ in range(2))
     if is_table and kind == "bfloat16":  # which has none
         scales, zeros = np.ones_like(scales), np.zeros_like(zeros)
+    if kind == "dots":
+        x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
     each, panel = inputs // groups, len(matrix) // groups
     exact = x.astype(np.float64) @ (wide * np.repeat(scales, each, axis=0) - np.repeat(zeros, each, axis=0))
     y = np.full((rows, outputs), np.nan, np.float32)
@@ -43,6 +47,8 @@ def _check(kind: str, is_table: bool, address: int) -> None:
     if is_table:
         matrix = np.ascontiguousarray(matrix.T)
         x = np.ascontiguousarray(x.reshape(rows, -1, 16, 2).swapaxes(2, 3)) if kind == "pairs" else x
+    if kind == "dots":
+        x = (x.view(np.uint32) >> 16).astype(np.uint16)
     arrays = {"x": x, "matrix": matrix, "scales": scales, "zeros": zeros, "y": y, "sums": sums}
     numbers = {"blocks": 1, "width": outputs, "rows": rows, "inputs": inputs, "outputs": outputs}
     numbers |= {"panels": groups, "panel": panel, "each": 1} | {name: own.ctypes.data for name, own in arrays.items()}

@@ -20,8 +20,11 @@ import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 from jaxengine.pallas_kernels.matmul.native.sums import JOB, KINDS, ROWS, TILE, Sums
 from jaxengine.pallas_kernels.native.builder import F32, I32, I64, NOTHING, NULL, PTR, Builder, ceiling, least
 from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME
+from jaxengine.pallas_kernels.native.words import longest_panel
 
-_MOST_PANEL = 32  # rows of a matrix whose sums are added up before they are scaled
+# Rows of a matrix whose sums are added up before they are scaled; of unscaled ones with a handler for many rows there
+# are PANELS.
+_MOST_PANEL = 32
 _SUM_LANES = 8  # inputs of a panel are a multiple, if there are zeros
 # Bytes of a matrix up to which one thread is as fast as several; and number of tiles per thread from which on a thread
 # takes two blocks, because threads begin at different times.
@@ -29,7 +32,8 @@ _ONE_THREAD, _MANY_TILES = 48 << 10, 64
 _BFLOAT16 = 16  # of XLA_FFI_DataType
 
 # Handler -> (kind of matrix, whether it is a table, which has a row for each output).
-HANDLERS = {kind: (kind, False) for kind in KINDS} | {f"{kind}_table": (kind, True) for kind in KINDS}
+HANDLERS = {kind: (kind, False) for kind in KINDS}
+HANDLERS |= {f"{kind}_table": (kind, True) for kind in ("pairs", "int8", "bfloat16")}
 
 
 class Products(Sums):
@@ -39,9 +43,9 @@ class Products(Sums):
     the fields of JOB.
     """
 
-    def __init__(self, triple: str, abi: Mapping[str, int], *, table_lookup: bool):
-        """Build the module. triple, abi, table_lookup: see Sums."""
-        super().__init__(triple, abi, table_lookup=table_lookup)
+    def __init__(self, triple: str, abi: Mapping[str, int], *, table_lookup: bool, has_dots: bool):
+        """Build the module. triple, abi, table_lookup, has_dots: see Sums."""
+        super().__init__(triple, abi, table_lookup=table_lookup, has_dots=has_dots)
         self._add_up = self.declare("llvm.vector.reduce.fadd.v8f32", F32, [F32, ir.VectorType(F32, _SUM_LANES)])
         for name, (kind, is_table) in HANDLERS.items():
             block = self._make_block(name, self.table if is_table else self.columns, kind)
@@ -52,7 +56,7 @@ class Products(Sums):
 
         sums(kind, rows): returns the function of Sums that multiplies `rows` rows at once.
         """
-        all_rows = (1,) if name == "bfloat16_table" else ROWS  # XLA is faster with more
+        all_rows = (1,) if name == "bfloat16_table" else ROWS  # several are faster by other forms
         columns = {rows: sums(kind, rows) for rows in all_rows}
         function, b = self.begin(f"{name}_block", NOTHING, [PTR, I64])
         job, block = function.args
@@ -101,6 +105,9 @@ class Products(Sums):
         group = b.sdiv(lines, b.load(num_scales))
         if is_table:
             return found | {"panel": group, "panels": b.sdiv(lines, group), "each": I64(1)}
+        if HANDLERS[handler][0] in ("float32", "dots"):
+            panel = longest_panel(b, lines)
+            return found | {"panel": panel, "panels": b.sdiv(lines, panel), "each": I64(1)}
         # The longest panels that divide a group.
         with b.loop(I64(1), I64(_MOST_PANEL + 1), 1, [I64(1)]) as (size, longest):
             fits = b.icmp_signed("==", b.srem(group, size), I64(0))
@@ -137,8 +144,9 @@ class Products(Sums):
                 b.write(total, values["sums"], b.total((panel, 4)))
 
 
-def build(triple: str, abi: Mapping[str, int], *, wide: bool) -> ir.Module:
-    """Return the module of LLVM IR with the handlers. triple, abi: see Handlers. wide: whether the processor has
-    vectors of 512 bits.
+def build(triple: str, abi: Mapping[str, int], features: Mapping[str, bool]) -> ir.Module:
+    """Return the module of LLVM IR with the handlers. triple, abi: see Handlers. features: of the processor, by LLVM's
+    names.
     """
-    return Products(triple, abi, table_lookup=wide).module
+    has = {"table_lookup": bool(features.get("avx512f")), "has_dots": bool(features.get("avx512bf16"))}
+    return Products(triple, abi, **has).module

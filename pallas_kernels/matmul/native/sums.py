@@ -29,11 +29,13 @@ from jaxengine.pallas_kernels.native.builder import (
     least,
 )
 from jaxengine.pallas_kernels.native.handlers import Handlers
+from jaxengine.pallas_kernels.native.words import add_words, read_words
 
 TILE = 4 * LANES  # the outputs of a block are a multiple of this
 ROWS = (4, 2, 1)  # numbers of rows of x that can be multiplied at once
-# Kind -> (inputs in an element of the matrix, its bytes).
-KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2)}
+# Kind -> (inputs in an element of the matrix, its bytes). Rows of "dots" are bfloat16, too, as its matrix is; those of
+# other kinds are float32.
+KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2), "float32": (1, 4), "dots": (1, 2)}
 JOB = Job(
     ("x", "matrix", "scales", "zeros", "y", "sums"),
     ("width", "rows", "inputs", "outputs", "panels", "panel", "each", "bf16_scales", "bf16_zeros"),
@@ -48,9 +50,11 @@ _MOST_SUMS = 16  # sums of a table's tokens that are kept in registers
 class Sums(Handlers):
     """Methods that build functions which multiply rows by a range of outputs, in a module of LLVM IR."""
 
-    def __init__(self, triple: str, abi: Mapping[str, int], *, table_lookup: bool):
-        """Create a module with the functions that the others share. triple, abi: see Handlers. table_lookup: whether
-        the processor has AVX-512F's `vpermps`, which widens four bits in one instruction.
+    def __init__(self, triple: str, abi: Mapping[str, int], *, table_lookup: bool, has_dots: bool):
+        """Create a module with the functions that the others share.
+
+        triple, abi: see Handlers. table_lookup: whether the processor has AVX-512F's `vpermps`, which widens four bits
+        in one instruction. has_dots: see `add_words`.
         """
         super().__init__("products", triple, abi)
         self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
@@ -62,11 +66,13 @@ class Sums(Handlers):
             lanes: self._make_wide(lanes) for lanes in sorted({LANES, *(_MOST_SUMS // rows for rows in ROWS)})
         }
         self._add, self._subtract = self._make_add(), self._make_subtract()
+        self._add_words = add_words(self, self._fma, has_dots=has_dots)
         self._lines = {
             (kind, rows, count): self._make_lines(kind, rows, count)
             for kind in KINDS
             for rows in ROWS
             for count in (_LINES, 1)
+            if kind != "dots" or count == _LINES  # a multiple of which are all panels of words
         }
 
     def _make_wide(self, lanes: int) -> Any:
@@ -83,17 +89,25 @@ class Sums(Handlers):
         b.ret(b.read(pointer, b.total((index, 4)), numbers))
         return function
 
-    def _parts(self, b: Builder, kind: str, matrix: Any, offset: Any, ahead: Any) -> list[tuple[int, int, Any]]:
-        """Emit reads of TILE columns of one row of the matrix, and prefetches of as many bytes that lie `ahead` bytes
-        (i64) after them. Return a list of (input within the row, index of the accumulator, LANES f32 numbers).
+    def _parts(self, b: Builder, kind: str, matrix: Any, offset: Any, line_bytes: Any) -> list[tuple[int, int, Any]]:
+        """Emit reads of TILE columns of one row of the matrix, for "dots" of two neighbouring rows, and prefetches of
+        those _LINES rows below. Return a list of (input within the row, index of the accumulator, LANES f32 numbers,
+        for "dots" i32 words).
 
-        kind: a key of KINDS. matrix: pointer. offset: i64, bytes from there to the tile. Accumulators hold columns in
-        the order that `_columns` undoes.
+        kind: a key of KINDS. matrix: pointer. offset: i64, bytes from there to the tile. line_bytes: i64, bytes of a
+        row. Accumulators hold columns in the order that `_columns` undoes.
         """
         found, places = [], [b.total((offset,), (64 * line,)) for line in range(KINDS[kind][1])]
+        lines = (I64(0), line_bytes) if kind == "dots" else (I64(0),)
+        for below in lines:
+            for place in places:
+                self._fetch(b, matrix, b.total((place,), (below,), (line_bytes, _LINES)))
+        if kind == "dots":
+            words = read_words(b, (b.at(matrix, offset), b.at(matrix, b.add(offset, line_bytes))))
+            return [(0, accumulator, own) for accumulator, own in enumerate(words)]
         bits = [b.read(matrix, place, INTS) for place in places]
-        for place in places:
-            self._fetch(b, matrix, b.total((place,), (ahead,)))
+        if kind == "float32":
+            return [(0, line, b.bitcast(own, FLOATS)) for line, own in enumerate(bits)]
         if kind == "bfloat16":
             for line, both in enumerate(bits):
                 even = b.shl(both, each_lane(16))
@@ -137,6 +151,8 @@ class Sums(Handlers):
             with b.loop(I64(0), panels, 1) as (panel, _):
                 most = b.sub(panel_lines, b.srem(panel_lines, I64(_LINES)))
                 for count, start, stop in ((_LINES, I64(0), most), (1, most, panel_lines)):
+                    if (kind, rows, count) not in self._lines:
+                        continue
                     with b.loop(start, stop, count) as (line, _):
                         b.call(self._lines[kind, rows, count], [job, row, first, last, panel, line, held])
                 with b.loop(first, last, TILE) as (column, _):
@@ -164,29 +180,35 @@ class Sums(Handlers):
         own = {name: JOB.get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panel")}
         inputs, size = KINDS[kind]
         is_first, first_line = b.icmp_signed("==", line, I64(0)), b.total((panel, own["panel"]), (line,))
-        start = b.total((row, own["inputs"], 4), (first_line, 4 * inputs))
+        words, x_bytes = (
+            (2, 2) if kind == "dots" else (1, 4)
+        )  # lines that are multiplied together, and bytes of an input
+        start = b.total((row, own["inputs"], x_bytes), (first_line, x_bytes * inputs))
 
         def broadcast(each: int, number: int) -> Any:
-            place = b.total((start,), (own["inputs"], 4 * each), (4 * number,))
-            return b.all_lanes(b.read(own["x"], place, F32))
+            place = b.total((start,), (own["inputs"], x_bytes * each), (x_bytes * number,))
+            return b.all_lanes(b.read(own["x"], place, I32 if kind == "dots" else F32))
 
-        numbers = [(each, number) for each in range(rows) for number in range(count * inputs)]
+        numbers = [(each, number) for each in range(rows) for number in range(0, count * inputs, words)]
         stay = {key: broadcast(*key) for key in numbers} if len(numbers) <= _MOST_SUMS else {}
-        ahead = b.total((own["outputs"], size * _LINES))
+        line_bytes = b.mul(own["outputs"], I64(size))
         with b.loop(begin, end, TILE) as (column, _):
             places = self._held(b, rows, held, b.sub(column, begin))
             sums: list[Any] = [b.select(is_first, each_lane(0.0), b.load(place, align=64)) for place in places]
-            for index in range(count):
+            for index in range(0, count, words):
                 offset = b.total((first_line, own["outputs"], size), (own["outputs"], size * index), (column, size))
                 x = {
                     (each, i): stay.get((each, index * inputs + i)) or broadcast(each, index * inputs + i)
                     for each in range(rows)
                     for i in range(inputs)
                 }
-                for i, accumulator, found in self._parts(b, kind, own["matrix"], offset, ahead):
+                for i, accumulator, found in self._parts(b, kind, own["matrix"], offset, line_bytes):
                     for each in range(rows):
                         place = 4 * each + accumulator
-                        sums[place] = b.call(self._fma, [found, x[each, i], sums[place]])
+                        if kind == "dots":
+                            sums[place] = self._add_words(b, sums[place], found, x[each, i])
+                        else:
+                            sums[place] = b.call(self._fma, [found, x[each, i], sums[place]])
             for found, place in zip(sums, places, strict=True):
                 b.store(found, place, align=64)
         b.ret_void()
@@ -318,8 +340,11 @@ def _sum_of_lanes(b: Builder, vector: Any) -> Any:
 
 def _columns(b: Builder, kind: str, sums: Sequence[Any]) -> list[Any]:
     """Emit shuffles of a tile's four accumulators `sums`, and return four vectors of neighbouring columns. An
-    accumulator holds every fourth column, or for kind "bfloat16" every second column of one half of the tile.
+    accumulator holds every fourth column, for kind "bfloat16" every second column of one half of the tile, and for
+    "float32" and "dots" neighbouring ones.
     """
+    if kind in ("float32", "dots"):
+        return list(sums)
     order = [(column % 4, column // 4) for column in range(TILE)]
     if kind == "bfloat16":
         order = [(2 * (column // 32) + column % 2, column % 32 // 2) for column in range(TILE)]

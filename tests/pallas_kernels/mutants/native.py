@@ -1,4 +1,4 @@
-"""Faults of products of few rows as machine code."""
+"""Faults of products of few and of many rows as machine code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _SUMS, _CODE, _PRODUCT = (f"matmul/native/{name}" for name in ("sums", "code", "
 # Of tests.pallas_kernels.matmul.test_native.CASES.
 _ONE, _PAIRS, _INT8, _, _BLOCKS, _SHORT, _NARROW, _BF16 = ((("native", "cpu", n),) for n in range(8))
 _TABLE, _TOKENS, _VECTORS, _TABLE_BF16, _HALF, _STRIPS = ((("native", "cpu", n),) for n in range(8, 14))
+_MANY, _DOTS, _PANELS, _MANY_TABLE, _FLOAT32, _MANY_FLOAT32, _ODD = ((("native", "cpu", n),) for n in range(14, 21))
+_ROWS, _WORDS = "matmul/native_rows/code", "native/words"
 
 
 MUTANTS = [
@@ -74,4 +76,68 @@ MUTANTS = [
     Mutant("rows of a table in one", _SUMS, '(own["outputs"], 4 * r), (tile, 4)', "(tile, 4)", _TABLE),
     Mutant("bfloat16 of a table not moved", _SUMS, "b.shl(bits, each_lane(16))", "bits", _TABLE_BF16),
     Mutant("groups of half a vector", _PRODUCT, "group % _LANES", "group % 8", _HALF),
+    Mutant("float32 lines of the first panel", _SUMS, 'b.total((panel, own["panel"]), (line,))', "line", _FLOAT32),
+    Mutant(
+        "words of the first line alone", _SUMS, "b.at(matrix, b.add(offset, line_bytes))", "b.at(matrix, offset)", _DOTS
+    ),
+    Mutant("rows of words as float32", _SUMS, "(2, 2) if kind", "(2, 4) if kind", _DOTS),
+    Mutant("panels of float32 for few rows only", _CODE, 'in ("float32", "dots")', 'in ("dots",)', _FLOAT32),
+    Mutant("panels of words for few rows only", _CODE, 'in ("float32", "dots")', 'in ("float32",)', _DOTS),
+    Mutant("inputs that no panel divides", _PRODUCT, "or inputs % _MOST_PANEL or", "or inputs % 16 or", _ODD),
+    Mutant("panels that do not divide the inputs", _WORDS, "I64(panel), found)", "I64(panel), I64(64))", _PANELS),
+    Mutant("outputs of words exchanged", _WORDS, "(lane, 2 * LANES + lane)", "(2 * LANES + lane, lane)", _MANY),
+    Mutant("words of the first outputs", _WORDS, "b.read(line, 2 * first, _SHORTS)", "b.read(line, 0, _SHORTS)", _MANY),
+    Mutant("a word's first input left out", _WORDS, "sums = b.call(fma, [", "found = b.call(fma, [", _MANY),
+    Mutant(
+        "sums of the panels before dropped",
+        _ROWS,
+        'b.icmp_signed("==", word, I64(0))',
+        'b.icmp_signed(">=", word, I64(0))',
+        _PANELS,
+    ),
+    Mutant(
+        "results begin with what was there",
+        _ROWS,
+        'b.icmp_signed("!=", is_first, I64(0))',
+        'b.icmp_signed("!=", is_first, is_first)',
+        _MANY,
+    ),
+    Mutant("the last single row left out", _ROWS, "ROWS = (6, 4, 2, 1)", "ROWS = (6, 4, 2)", _MANY),
+    Mutant("two last rows left out", _ROWS, "ROWS = (6, 4, 2, 1)", "ROWS = (6, 4, 1)", _MANY_FLOAT32),
+    Mutant("first row for all", _ROWS, "(row_bytes, row)), I32", "(row_bytes, 0)), I32", _MANY),
+    Mutant("results of rows in one", _ROWS, "(outputs, 4 * (at // len(vectors)))", "(outputs, 0)", _MANY),
+    Mutant("results of vectors in one", _ROWS, "vectors[at % len(vectors)],", "vectors[0],", _MANY),
+    Mutant("one vector of a tile for all", _ROWS, "kind.words * _VECTOR_BYTES * vector,", "0,", _MANY),
+    Mutant("inputs of the first panel", _ROWS, "word = b.add(first, start)", "word = start", _PANELS),
+    Mutant("lines packed in one place", _ROWS, "(kind.words * vector + line)", "(kind.words * vector)", _MANY_FLOAT32),
+    Mutant("tiles packed in one place", _ROWS, "(tile, kind.tile_bytes), (start", "(start", _PANELS),
+    Mutant("the first tile for all", _ROWS, "b.mul(tile, I64(kind.tile_bytes))", "I64(0)", _PANELS),
+    Mutant(
+        "results of a strip in the first",
+        _ROWS,
+        "(word, b.total((strip,), (tile, TILE))",
+        "(word, b.total((tile, TILE))",
+        _PANELS,
+    ),
+    Mutant(
+        "strips after the first left out",
+        _ROWS,
+        "b.loop(begin, end, _STRIP * TILE)",
+        "b.loop(begin, b.add(begin, I64(1)), _STRIP * TILE)",
+        _PANELS,
+    ),
+    Mutant("blocks after the first left out", _ROWS, "begin = b.mul(block, own", "begin = b.mul(I64(0), own", _PANELS),
+    Mutant("the first words of a table", _ROWS, "(first, 4), (word, 4)))", "(word, 4)))", _MANY_TABLE),
+    Mutant(
+        "the first tokens of a table",
+        _ROWS,
+        "b.total((column, row_bytes), (vector, row_bytes, LANES)",
+        "b.total((vector, row_bytes, LANES)",
+        _MANY_TABLE,
+    ),
+    Mutant("a vector of tokens for all", _ROWS, "(vector, row_bytes, LANES), ", "", _MANY_TABLE),
+    Mutant(
+        "words of a table not transposed", "native/transpose", "range(int(math.log2(LANES)))", "range(0)", _MANY_TABLE
+    ),
+    Mutant("rows of x of the first panel", _ROWS, "(row, row_bytes), (word, 4)))", "(row, row_bytes)))", _PANELS),
 ]

@@ -1,0 +1,1 @@
+"""Dense products of many rows on CPUs as machine code of llvmlite."""

@@ -1,0 +1,69 @@
+"""LLVM IR that dense products of few and of many rows share: their panels, and words, two neighbouring bfloat16 inputs
+in 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
+
+from jaxengine.pallas_kernels.native.builder import FLOATS, I16, I64, INTS, LANES, Builder, each_lane, indices
+from jaxengine.pallas_kernels.native.handlers import Handlers
+
+
+class _BFloat16(ir.Type):
+    """LLVM's type bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+# Inputs whose products are added up before they are added to the result. Rows get the same bits from all handlers
+# because these panels are the same.
+PANELS = 32, 64, 96, 128
+_HALVES = ir.VectorType(_BFloat16(), 2 * LANES)
+_SHORTS = ir.VectorType(I16, 2 * LANES)
+
+
+def longest_panel(b: Builder, inputs: Any) -> Any:
+    """Emit and return the largest of PANELS that divides `inputs`, an i64 multiple of PANELS[0]."""
+    found = I64(PANELS[0])
+    for panel in PANELS[1:]:
+        found = b.select(b.icmp_signed("==", b.srem(inputs, I64(panel)), I64(0)), I64(panel), found)
+    return found
+
+
+def add_words(code: Handlers, fma: Any, *, has_dots: bool) -> Callable[[Builder, Any, Any, Any], Any]:
+    """Return a function that emits the addition of the products of words: (builder, sums f32 [LANES], two i32 [LANES])
+    -> new sums. A lane gets the sum of two products.
+
+    code: module in which what it calls is declared. fma: LLVM function of fused multiply-add. has_dots: whether the
+    processor has AVX-512's `vdpbf16ps`; otherwise inputs are widened and multiplied as float32.
+    """
+    dots = None
+    if has_dots:
+        dots = code.declare("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, _HALVES, _HALVES])
+
+    def add(b: Builder, sums: Any, one: Any, other: Any) -> Any:
+        if dots is not None:
+            return b.call(dots, [sums, b.bitcast(one, _HALVES), b.bitcast(other, _HALVES)])
+        for widen in (lambda words: b.shl(words, each_lane(16)), lambda words: b.and_(words, each_lane(-65536))):
+            sums = b.call(fma, [*(b.bitcast(widen(words), FLOATS) for words in (one, other)), sums])
+        return sums
+
+    return add
+
+
+def read_words(b: Builder, lines: tuple[Any, Any]) -> list[Any]:
+    """Emit reads of 4 * LANES bfloat16 from each of two pointers, the outputs of two neighbouring inputs. Return their
+    words, four i32 vectors in the order of the outputs.
+    """
+    found = []
+    for first in (0, 2 * LANES):
+        two = [b.read(line, 2 * first, _SHORTS) for line in lines]
+        for start in (0, LANES):
+            lanes = [part for lane in range(start, start + LANES) for part in (lane, 2 * LANES + lane)]
+            found.append(b.bitcast(b.shuffle_vector(*two, indices(lanes)), INTS))
+    return found
