@@ -12,7 +12,6 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import ABSENT, Answer, answers
@@ -22,7 +21,7 @@ from jaxengine.server.http.chat.cohere_protocol import CohereChatRequest
 from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.run import ChatServer
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.request.errors import ApiError, cohere_error_body
+from jaxengine.server.http.request.errors import ApiError, cohere_error_body, renaming
 from jaxengine.server.http.request.limits import JsonRoute, convert
 
 CohereReason = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS", "TOOL_CALL", "ERROR", "TIMEOUT"]
@@ -213,22 +212,13 @@ def cohere_body(chat: dict[str, Any]) -> dict[str, Any]:
     return body | ({} if moved is None else {"kv_transfer_params": moved})
 
 
-@contextlib.contextmanager
-def _as_asked(body: CohereChatRequest) -> Iterator[None]:
-    """Raise a RequestError of the block about a field of the chat request as one about the field of `body`."""
-    try:
-        yield
-    except RequestError as error:
-        raise body.as_asked(error) from None
-
-
 async def _events(chat: ChatAnswer, writer: CohereWriter, body: CohereChatRequest) -> AsyncGenerator[bytes, None]:
     """Run a request and yield the answer as server-sent events, without [DONE]; an item may be b"". Call it after
     `chat.prepare`. Raises the errors of ChatRun.pieces.
     """
     begun = False
     async with contextlib.aclosing(chat.chunks()) as found:
-        with _as_asked(body):
+        with renaming(body.as_asked):
             async for chunks in found:
                 said = [each for chunk in chunks for each in writer.events(chunk)]
                 if not begun:
@@ -253,13 +243,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         asked, ignored = await convert(request, body.chat_request, limits_thinking=limits), request.state.ignored_fields
         template = server.renderer.template(asked)
         ignored += await convert(request, lambda: [*body.ignored_parts(template, limits_thinking=limits)])
-        with _as_asked(body):
+        with renaming(body.as_asked):
             chat = ChatAnswer(server, asked, name, model, body.options(request, config, lora))
             await chat.prepare(ignored)
 
         async def whole() -> Response:
             """Run the request and return the response."""
-            with _as_asked(body):
+            with renaming(body.as_asked):
                 return json_response(cohere_body(await chat.body()))
 
         writer = CohereWriter(name)

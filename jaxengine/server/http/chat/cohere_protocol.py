@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_DOCUMENTS, MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import REFUSED, ConversationRequest, RequestModel
 
@@ -131,10 +131,8 @@ class CohereChatRequest(ConversationRequest):
             if limits_thinking and fields["thinking"] and budget is not None:
                 fields["thinking_token_budget"] = budget
         variables = {**self.variables, **(self.chat_template_kwargs or {})}
-        try:
+        with renaming(self.as_asked):
             return ChatRequest.of({**fields, "chat_template_kwargs": variables or None})
-        except RequestError as error:
-            raise self.as_asked(error) from None
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jaxengine.server.http.messages.tools import (
     ignored_keys,
     tools_in_effect,
 )
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.kv_transfer import TransferParams
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
@@ -141,10 +141,8 @@ class Conversation(RequestModel):
         """Return the equivalent chat completion request. Raises RequestError with this API's field names, also if it
         would have too many messages: `system` and each tool result are messages of their own there.
         """
-        try:
+        with renaming(self.as_asked):
             return ChatRequest.of(self._chat_fields())
-        except RequestError as error:
-            raise self.as_asked(error) from None
 
     def as_asked(self, error: RequestError) -> RequestError:
         """Return an error of the chat request with the name of this request's field; the error itself if its name is

@@ -24,13 +24,13 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.request_metrics import request_times
-from jaxengine.server.http.answer.sse import answer, json_response, stream_events
+from jaxengine.server.http.answer.sse import answer, json_response, stream_events, typed_event
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.lists import there
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.auth import check_query
-from jaxengine.server.http.request.errors import as_api_error, error_body
+from jaxengine.server.http.request.errors import as_api_error, error_body, renaming
 from jaxengine.server.http.request.limits import JsonRoute, convert
 from jaxengine.server.http.responses.answers import (
     DeletedResponse,
@@ -39,7 +39,7 @@ from jaxengine.server.http.responses.answers import (
     ResponseStreamEvent,
     ResponseTokens,
 )
-from jaxengine.server.http.responses.following import encoded, followed
+from jaxengine.server.http.responses.following import followed
 from jaxengine.server.http.responses.head import raw_message, response_head
 from jaxengine.server.http.responses.input import left_out_items, named_items, read_input
 from jaxengine.server.http.responses.keeping import (
@@ -95,11 +95,9 @@ class _Making:
         self.earlier = earlier
         self.held = held
         self._tokenizer = server.engine.inputs.require_tokenizer()
-        try:
+        with renaming(as_response_error):
             chat = body.chat_request([*earlier, *question])
             self._run = ChatRun(server, chat, response_id, options, is_stream=bool(body.stream))
-        except RequestError as error:
-            raise as_response_error(error) from None
         wants_logprobs = body.wants_logprobs and not self._run.hides_tokens
         self._num_logprobs = (body.top_logprobs or 0) if wants_logprobs else None
         self._has_times = server.config.enable_per_request_metrics
@@ -123,10 +121,8 @@ class _Making:
         """Prepare the prompt, and append "reasoning" to `ignored` if that field has no effect for this model. Raises
         RequestError with ResponsesRequest's field names, OverloadedError.
         """
-        try:
+        with renaming(as_response_error):
             await self._run.prepare()
-        except RequestError as error:
-            raise as_response_error(error) from None
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self, said: list[Said]) -> AsyncGenerator[list[Said], None]:
@@ -136,7 +132,7 @@ class _Making:
         said: events that the first output's follow in its list.
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
-            try:
+            with renaming(as_response_error):
                 async for whole, outputs in pieces:
                     for output, events in outputs:
                         if self._written is not None:
@@ -149,8 +145,6 @@ class _Making:
                             said += self._end(output.finish_reason, output.stop_reason)
                     yield said
                     said = []
-            except RequestError as error:
-                raise as_response_error(error) from None
 
     def _about(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of the response that its last output completes: its times if the server measures them, and
@@ -326,7 +320,7 @@ class _Responses:
                 async for said in events:
                     if keeper is not None and making.writer.response["status"] != "in_progress":
                         await keeper.keep(making, making.writer.response)
-                    yield b"".join(map(encoded, said))
+                    yield b"".join(map(typed_event, said))
 
     async def follow(self, request: Request, response_id: str, number: int = -1) -> Response:
         """Return the stream of a response in the background, from the event after `number` on. It goes on if its client
@@ -395,10 +389,9 @@ class _Responses:
         try:
             body.input = await with_items(body.input, _store(request), _owner(request), held)
             earlier, _ = await self._earlier(body, request, held)
-            chat = body.chat_request([*earlier, *await convert(request, read_input, body.input)])
-            ids = await self.server.renderer.token_ids(chat)
-        except RequestError as error:
-            raise as_response_error(error) from None
+            with renaming(as_response_error):
+                chat = body.chat_request([*earlier, *await convert(request, read_input, body.input)])
+                ids = await self.server.renderer.token_ids(chat)
         finally:
             held.release()
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})

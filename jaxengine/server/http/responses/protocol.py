@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, TokenIds, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 from jaxengine.server.http.responses.tools import (
@@ -236,10 +236,8 @@ class ResponsesRequest(ConversationRequest):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }
-        try:
+        with renaming(as_response_error):
             return ChatRequest.of(fields, self.callables.text_forms)
-        except RequestError as error:
-            raise as_response_error(error) from None
 
     def _tool_choice(self) -> Any:
         """Return the tool_choice of the chat request; None for the default, and for "auto" without functions. Raises
