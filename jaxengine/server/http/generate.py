@@ -20,7 +20,7 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.output_limit import limited
 from jaxengine.server.base.prompts import read_prompts
-from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
+from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, FinishReason, PromptLogprobs, Usage, answers
 from jaxengine.server.http.answer.routed_experts import encoded_experts
 from jaxengine.server.http.answer.sampling_mass import sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
@@ -188,7 +188,7 @@ class GenerateChunkChoice(Answer):
     index: int
     token_ids: list[int]
     logprobs: GenerateLogprobs | None
-    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] | None
+    finish_reason: FinishReason | None
     weight_versions: list[WeightVersions] = ABSENT
     logprobs_raw: list[float] = ABSENT
     logprobs_processed: list[float] = ABSENT
@@ -197,7 +197,7 @@ class GenerateChunkChoice(Answer):
 
 
 class GenerateChoice(GenerateChunkChoice):
-    finish_reason: Literal["stop", "length", "abort", "error", "repetition"]
+    finish_reason: FinishReason
     stop_reason: int | str | None
     routed_experts: str | None
 
@@ -327,7 +327,7 @@ def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
 
 
 async def last_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """Return the last output of a request, and close it. Raises RuntimeError if there is none."""
+    """Return the last output of a request's stream, and close the stream. Raises RuntimeError if there is none."""
     last: RequestOutput | None = None
     async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
         async for output in outputs:

@@ -192,7 +192,7 @@ async def _conversation(
 
 
 async def _add_places(body: RenderedCompletionRequest, rendered: list[dict[str, Any]], encoder: PromptEncoder) -> None:
-    """Add token_offsets to the Rendered of each prompt of `body`, in order."""
+    """Add token_offsets, None for token ids, to the Rendered of each prompt of `body`. Raises OverloadedError."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     for text, each in zip(texts or (), rendered, strict=False):
         special = body.add_special_tokens is not False

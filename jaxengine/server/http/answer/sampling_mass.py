@@ -14,8 +14,9 @@ NO_SAMPLING = dict.fromkeys((*SAMPLING_FIELDS, "sampling_mask"))
 
 
 def sampling_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Return the fields of a choice, those of them that were requested: the numbers (SAMPLING_FIELDS) as lists with one
-    for each token of the output, at least -9999.0, and `sampling_mask`, in vLLM's form, a list of token ids for each.
+    """Return the requested ones of these fields of a choice, {} for none: the numbers (SAMPLING_FIELDS) as lists with
+    one for each token of the output, at least -9999.0, and `sampling_mask`, in vLLM's form, a list of token ids for
+    each token.
     """
     found: dict[str, Any] = {}
     if output.sampling_log_mass is not None:

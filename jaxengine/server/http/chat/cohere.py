@@ -105,7 +105,7 @@ class CohereWriter:
         self._end: dict[str, Any] = {}
 
     def start(self) -> dict[str, Any]:
-        """Return the first event."""
+        """Return the first event, message-start, with the answer's id and the role "assistant"."""
         return {"type": "message-start", "id": self._name, "delta": {"message": {"role": "assistant"}}}
 
     def events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -126,12 +126,12 @@ class CohereWriter:
                 yield from self._call(call)
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """Yield the last events."""
+        """Yield the end of the open block or call, if there is one, and message-end with finish reason and usage."""
         yield from self._close()
         yield {"type": "message-end", "id": self._name, "delta": self._end}
 
     def fail(self, message: str) -> Iterator[dict[str, Any]]:
-        """Yield the last events of an answer that ends with an error."""
+        """Yield the events of `end`, with an error in place of usage, and the finish reason "ERROR"."""
         yield from self._close()
         yield {"type": "message-end", "id": self._name, "delta": {"error": message, "finish_reason": "ERROR"}}
 
@@ -170,7 +170,9 @@ class CohereWriter:
 
 
 def _reason(choice: dict[str, Any]) -> str:
-    """Return Cohere's finish reason of a choice that has ended. A stop token is not one of the requested sequences."""
+    """Return Cohere's finish reason of a choice that has ended: by _REASONS, but "STOP_SEQUENCE" after a stop string,
+    "TIMEOUT" for an abort by the timeout, and "COMPLETE" for others.
+    """
     reason, stop = choice["finish_reason"], choice.get("stop_reason")
     if isinstance(stop, str) and reason == "stop":
         return "STOP_SEQUENCE"
@@ -194,13 +196,15 @@ def _scores(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _joined(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the tokens of several of `_scores` as one."""
+    """Return entries of `_scores` as one: their texts joined, and all their ids and log-probabilities."""
     whole: dict[str, Any] = {"text": "".join(each["text"] for each in scores)}
     return whole | {name: [one for each in scores for one in each[name]] for name in ("token_ids", "logprobs")}
 
 
 def cohere_body(chat: dict[str, Any]) -> dict[str, Any]:
-    """Return a complete chat completion in Cohere's form. A message has only what it consists of: content, calls."""
+    """Return a complete chat completion, which has one choice, in Cohere's form. The message has content, blocks of
+    reasoning and text, and tool_calls only if there are any, as has the body logprobs and kv_transfer_params.
+    """
     (choice,) = chat["choices"]
     said, message = choice["message"], {"role": "assistant"}
     blocks = [{"type": kind, kind: said[name]} for name, kind in _BLOCKS.items() if said[name]]

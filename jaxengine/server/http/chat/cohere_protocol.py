@@ -272,8 +272,8 @@ def _tool_content(message: dict[str, Any], where: str) -> str:
 
 
 def _assistant(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an assistant's message in the form of a chat request. Raises RequestError for other blocks, and for a call
-    that is not complete.
+    """Return an assistant's message in the form of a chat request, with reasoning and tool_calls only if it has any.
+    Raises RequestError for blocks other than text and thinking, and for a call without a text as id or name.
     """
     has_content = message.get("content") is not None
     texts = _texts(message, where, ("text", "thinking")) if has_content else {"text": [], "thinking": []}

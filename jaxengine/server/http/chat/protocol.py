@@ -190,8 +190,8 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        """Return this request after checking it. Raises RequestError for fields that contradict each other, tools
-        included (`_check_tools`), for no messages, and for numbers out of range.
+        """Return this request. Raises RequestError for no messages, top_logprobs without logprobs or below -1, a token
+        limit below 1, continue_final_message with add_generation_prompt, and tools that `_check_tools` refuses.
         """
         if not self.messages:
             raise RequestError(f"messages is empty; allowed: 1 to {MAX_MESSAGES}", param="messages")

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answer.answers import ABSENT, Answer, NullBody, PromptLogprobs, RequestTimes, Usage
+from jaxengine.server.http.answer.answers import (
+    ABSENT,
+    Answer,
+    FinishReason,
+    NullBody,
+    PromptLogprobs,
+    RequestTimes,
+    Usage,
+)
 from jaxengine.server.http.answer.weight_spans import WeightVersions
-
-FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 class CompletionLogprobs(Answer):

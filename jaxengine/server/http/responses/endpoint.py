@@ -209,11 +209,6 @@ class _Making:
         return self.writer.close("failed", self.usage(), {"code": "server_error", "message": why})
 
 
-def _owner(request: Request) -> str:
-    """Return the owner of the request's responses: the client, identified by its key."""
-    return request.state.owner
-
-
 class _Responses:
     """Objects shared by all responses of this process. Stored responses are in `app.state.store`."""
 
@@ -237,7 +232,7 @@ class _Responses:
         response_id = body.register("resp", request)
         held = self._memory.hold()
         try:
-            body.input = await with_items(body.input, _store(request), _owner(request), held)
+            body.input = await with_items(body.input, _store(request), request.state.owner, held)
             making, keeper = await self._make(body, request, response_id, model, lora, held)
             request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
             await making.prepare(request.state.ignored_fields)
@@ -263,7 +258,7 @@ class _Responses:
         it after an error. Raises RequestError, also for a request_id in use and for a conversation that must be stored
         and is too large, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
         """
-        owner, store = _owner(request), _store(request)
+        owner, store = request.state.owner, _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
         if body.request_id is not None and await store.find(response_id, owner) is not None:
             raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
@@ -291,7 +286,7 @@ class _Responses:
         name = body.previous_response_id
         if name is None:
             return (), 0
-        store, owner = _store(request), _owner(request)
+        store, owner = _store(request), request.state.owner
         if there(await store.find(name, owner), "response", name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
@@ -323,10 +318,10 @@ class _Responses:
                     yield b"".join(map(typed_event, said))
 
     async def follow(self, request: Request, response_id: str, number: int = -1) -> Response:
-        """Return the stream of a response in the background, from the event after `number` on. It goes on if its client
-        leaves.
+        """Return the stream of a stored response's events after `number`. If the client leaves, the generation goes on.
+        Raises EngineDeadError if the store is down before the first event.
         """
-        events = followed(_store(request), response_id, _owner(request), number)
+        events = followed(_store(request), response_id, request.state.owner, number)
         return await stream_events(request, events, self._config, done=b"")
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> dict[str, Any]:
@@ -387,7 +382,7 @@ class _Responses:
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
         held = self._memory.hold()
         try:
-            body.input = await with_items(body.input, _store(request), _owner(request), held)
+            body.input = await with_items(body.input, _store(request), request.state.owner, held)
             earlier, _ = await self._earlier(body, request, held)
             with renaming(as_response_error):
                 chat = body.chat_request([*earlier, *await convert(request, read_input, body.input)])
@@ -404,7 +399,7 @@ class _Responses:
         """
         held = self._memory.hold()
         try:
-            _, shown = await read_back(_store(request), response_id, _owner(request), part, held, use)
+            _, shown = await read_back(_store(request), response_id, request.state.owner, part, held, use)
             return Response(shown, media_type="application/json")
         finally:
             held.release()
@@ -442,7 +437,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         if starting_after is not None and not stream:
             raise RequestError("starting_after is only allowed with stream=true", param="starting_after")
         if stream:
-            found = there(await _store(request).find(response_id, _owner(request)), "response", response_id)
+            found = there(await _store(request).find(response_id, request.state.owner), "response", response_id)
             if not found.is_streamed:
                 raise RequestError("only a response made with background and stream can be streamed", param="stream")
             return await responses.follow(request, response_id, -1 if starting_after is None else starting_after)
@@ -476,7 +471,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         has ended already is returned as it is. Raises RequestError for one made otherwise, ApiError (404) without a
         response.
         """
-        owner, store = _owner(request), _store(request)
+        owner, store = request.state.owner, _store(request)
         if not there(await store.find(response_id, owner), "response", response_id).background:
             raise RequestError("Cannot cancel a synchronous response: it needs background", param="response_id")
         there(await store.stop(response_id, owner), "response", response_id)
@@ -486,7 +481,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
         """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
-        there(await _store(request).delete(response_id, _owner(request)), "response", response_id)
+        there(await _store(request).delete(response_id, request.state.owner), "response", response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes

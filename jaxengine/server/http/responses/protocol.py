@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from fastapi import Request
 from pydantic import Field, model_validator
@@ -25,16 +25,6 @@ from jaxengine.server.http.responses.tools import (
     read_additional_tools,
 )
 
-# Values of `include`.
-LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Values of `include` about calls that this server never makes; they have no effect.
-_NEVER_MADE = (
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-)
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -44,6 +34,8 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+# Values of `include`; those about calls that this server never makes have no effect.
+LOGPROBS, ENCRYPTED, *_NEVER_MADE = get_args(Includable)
 Summary = Literal["none", "auto", "concise", "detailed"]
 Repeated = Annotated[str, Field(max_length=1024)]
 # Fields that a chat request has under the same name.
