@@ -133,6 +133,12 @@ class PromptEncoder:
         tokenizer, most = self._inputs.require_tokenizer(), self._most_chars()
         return await self._workers.run(lambda: [tokenizer.beginning(text[:most], count) for text in texts])
 
+    async def strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return Tokenizer.convert_ids_to_tokens of the ids, of which a body may make millions, computed on a thread.
+        Raises RequestError without a tokenizer, OverloadedError if too many calls wait for a thread.
+        """
+        return await self._workers.run(self._inputs.require_tokenizer().convert_ids_to_tokens, token_ids)
+
     def cut_side(self, keep: int | None, side: str | None) -> str | None:
         """Return the argument `cut_side` of `encode` for a request with these arguments of `cut`. None if whole texts
         are needed: without truncation, and if more than max_model_len token ids would be kept.

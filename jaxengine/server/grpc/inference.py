@@ -94,7 +94,8 @@ class InferenceService:
         """
         await self._model(request.model)
         inputs = self._engine.inputs
-        tokenizer, kind = inputs.require_tokenizer(), request.WhichOneof("prompt")
+        inputs.require_tokenizer()  # refused before the prompt is looked at
+        kind = request.WhichOneof("prompt")
         special = request.HasField("add_special_tokens")
         if kind == "text":
             token_ids = await self._reader.encode(request.text, request.add_special_tokens if special else True)
@@ -107,7 +108,7 @@ class InferenceService:
             )
         else:
             token_ids = await self._reader.encode_messages(request.messages)
-        names = tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else ()
+        names = await self._reader.encoder.strings(token_ids) if request.return_token_strs else ()
         return pb.TokenizeResponse(
             token_ids=token_ids,
             count=len(token_ids),

@@ -174,7 +174,7 @@ class CohereChatRequest(ConversationRequest):
         return error if name is None or given else renamed(error, name)
 
     def _chat_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools in the form of a chat request; None for none."""
+        """Return the tools in the form of a chat request, strict if strict_tools is true; None for none."""
         if not self.tools:
             return None
         strict = {"strict": True} if self.strict_tools else {}
@@ -182,7 +182,7 @@ class CohereChatRequest(ConversationRequest):
         return [{"type": "function", "function": {**function, **strict}} for function in functions]
 
     def _chat_format(self) -> dict[str, Any] | None:
-        """Return response_format in the form of a chat request; None for a text."""
+        """Return response_format in the form of a chat request, any object without a schema; None for a text."""
         asked = self.response_format
         if asked is None or asked.type == "text":
             return None

@@ -173,8 +173,8 @@ class DerenderedCompletionChunk(Answer):
 
 
 def require(body: DerenderChat | DerenderCompletion, whole: str) -> None:
-    """Raise RequestError unless a request has the field that `stream` asks for, and not the other's. whole: name of the
-    field with complete answers.
+    """Raise RequestError unless a request has the field `whole`, the one with complete answers, or with `stream`
+    generate_chunk in its place; also for stream_state without `stream`.
     """
     needed, other = ("generate_chunk", whole) if body.stream else (whole, "generate_chunk")
     if getattr(body, needed) is None:

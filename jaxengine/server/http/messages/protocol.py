@@ -232,7 +232,7 @@ class MessagesRequest(Conversation, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        """Return this request after checking it. Raises RequestError for both names of one field."""
+        """Return this request. Raises RequestError for stop with stop_sequences, and for two limits of reasoning."""
         if self.stop_sequences is not None and self.stop is not None:
             raise RequestError("stop_sequences and stop are the same; give one", param="stop_sequences")
         if self.asked_budget is not None and self.thinking_token_budget is not None:
