@@ -22,9 +22,9 @@ from jaxengine.server.base.output_limit import limited
 from jaxengine.server.base.prompts import read_prompts
 from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, FinishReason, PromptLogprobs, Usage, answers
 from jaxengine.server.http.answer.routed_experts import encoded_experts
-from jaxengine.server.http.answer.sampling_mass import sampling_fields
+from jaxengine.server.http.answer.sampling_mass import SampledChoice, sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
-from jaxengine.server.http.answer.weight_spans import SpanWriter, WeightVersions
+from jaxengine.server.http.answer.weight_spans import SpanWriter
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.fields import (
     MAX_OPTIONS,
@@ -184,16 +184,12 @@ class GenerateLogprobs(Answer):
     content: list[GenerateTokenLogprob]
 
 
-class GenerateChunkChoice(Answer):
+class GenerateChunkChoice(SampledChoice):
     index: int
     token_ids: list[int]
     logprobs: GenerateLogprobs | None
     finish_reason: FinishReason | None
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] | None = ABSENT
+    sampling_mask: list[list[int]] | None = ABSENT  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class GenerateChoice(GenerateChunkChoice):

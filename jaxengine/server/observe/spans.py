@@ -32,10 +32,9 @@ from jaxengine.version import __version__
 
 # Scheme of an endpoint -> (module of the exporter, package that contains it).
 _EXPORTERS = {
-    "http": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
-    "https": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
-    "grpc": ("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry-exporter-otlp-proto-grpc"),
-    "grpcs": ("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry-exporter-otlp-proto-grpc"),
+    scheme: (f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter", f"opentelemetry-exporter-otlp-proto-{kind}")
+    for kind in ("http", "grpc")
+    for scheme in (kind, f"{kind}s")
 }
 _PROPAGATOR = TraceContextTextMapPropagator()
 

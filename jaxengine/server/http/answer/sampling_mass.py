@@ -7,10 +7,22 @@ from __future__ import annotations
 from typing import Any
 
 from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput
+from jaxengine.server.http.answer.answers import ABSENT, Answer
+from jaxengine.server.http.answer.weight_spans import WeightVersions
 from jaxengine.server.http.request.json_logprobs import json_logprob
 
 # The fields of CompletionOutput without any of this.
 NO_SAMPLING = dict.fromkeys((*SAMPLING_FIELDS, "sampling_mask"))
+
+
+class SampledChoice(Answer):
+    """Fields that every choice has if they were requested."""
+
+    weight_versions: list[WeightVersions] = ABSENT
+    logprobs_raw: list[float] = ABSENT
+    logprobs_processed: list[float] = ABSENT
+    sampling_log_mass: list[float] = ABSENT
+    sampling_mask: list[list[int]] = ABSENT
 
 
 def sampling_fields(output: CompletionOutput) -> dict[str, Any]:

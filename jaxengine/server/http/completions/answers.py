@@ -13,7 +13,7 @@ from jaxengine.server.http.answer.answers import (
     RequestTimes,
     Usage,
 )
-from jaxengine.server.http.answer.weight_spans import WeightVersions
+from jaxengine.server.http.answer.sampling_mass import SampledChoice
 
 
 class CompletionLogprobs(Answer):
@@ -23,7 +23,7 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChunkChoice(Answer):
+class CompletionChunkChoice(SampledChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -31,15 +31,10 @@ class CompletionChunkChoice(Answer):
     stop_reason: int | str | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(SampledChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -49,11 +44,6 @@ class CompletionChoice(Answer):
     routed_experts: str | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
@@ -65,7 +65,7 @@ _MEMORY_BYTES = 1 << 30
 
 
 class _Making:
-    """Response that is being generated. A context manager, which releases the memory at its end.
+    """Response that is being generated.
 
     Attributes:
       id: id of the response and of its engine request.
@@ -108,14 +108,6 @@ class _Making:
         head = response_head(body, response_id, model, store, self._run.params)
         self._origins = body.callables.origins
         self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
-
-    def __enter__(self) -> Self:
-        """Return self; leaving the context releases the memory."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Release the memory held for the conversation."""
-        self.held.release()
 
     async def prepare(self, ignored: list[str]) -> None:
         """Prepare the prompt, and append "reasoning" to `ignored` if that field has no effect for this model. Raises
@@ -297,25 +289,29 @@ class _Responses:
         """Generate a response to its end, store it if there is a keeper (a failure of that is only logged), and return
         it. Releases its memory in every case. Raises the errors of `making.events`.
         """
-        with making:
+        try:
             async with contextlib.aclosing(making.events([])) as events:
                 async for _ in events:
                     continue
             if keeper is not None:
                 await keeper.keep(making, making.writer.response)
             return json_response(making.writer.response)
+        finally:
+            making.held.release()
 
     async def _stream(self, making: _Making, keeper: Keeper | None) -> AsyncGenerator[bytes, None]:
         """Generate a response and yield its events, encoded. It is stored, if there is a keeper, before its last event
         is yielded. Releases its memory in every case. Raises the errors of `making.events`.
         """
-        with making:
+        try:
             # An error before the first output is the answer's status, which the first event would end.
             async with contextlib.aclosing(making.events(making.writer.open())) as events:
                 async for said in events:
                     if keeper is not None and making.writer.response["status"] != "in_progress":
                         await keeper.keep(making, making.writer.response)
                     yield b"".join(map(typed_event, said))
+        finally:
+            making.held.release()
 
     async def follow(self, request: Request, response_id: str, number: int = -1) -> Response:
         """Return the stream of a stored response's events after `number`. If the client leaves, the generation goes on.
