@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
@@ -25,6 +26,7 @@ from jaxengine.server.http.answer.routed_experts import encoded_experts
 from jaxengine.server.http.answer.sampling_mass import SampledChoice, sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.answer.weight_spans import SpanWriter
+from jaxengine.server.http.answer.writing import written
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.fields import (
     MAX_OPTIONS,
@@ -352,7 +354,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         async def whole() -> Response:
             """Run the request and return the complete response."""
-            return writer.whole(await last_output(engine.stream(prompt, params, name, options)))
+            last = await last_output(engine.stream(prompt, params, name, options))
+            return await written(last, partial(writer.whole, last))
 
         async def events() -> AsyncGenerator[bytes, None]:
             """Run the request and yield its events, then the event with the token counts, b"" if none are requested."""

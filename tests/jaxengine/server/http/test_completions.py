@@ -22,12 +22,14 @@ from jaxengine.server.http.answer.answers import RequestTimes
 from jaxengine.server.http.answer.sse import DONE, stream_events
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.endpoint import _without_output
+from jaxengine.server.http.request.json_logprobs import json_position
 from jaxengine.server.processes.sockets import cut_unread, listen
 from tests.jaxengine.server.asgi_client import Connection, Recorder, http_client, idle, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
 IDS = [504, 3575, 282, 260]
+SCORED = {"prompt_logprobs": 1, "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +333,30 @@ async def test_models(app):
         missing = await client.get("/v1/models/no/such")
         assert missing.status_code == 404 and missing.json()["error"]["param"] == "model"
     assert (await post(app, PATH, prompt="x", model="no/such")).error["type"] == "NotFoundError"
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "fields"),
+    [
+        ("completions.output", PATH, {"prompt": IDS, **SCORED}),
+        ("chat.output", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **SCORED}),
+        ("generate", "/inference/v1/generate", {"token_ids": IDS, "sampling_params": SCORED}),
+    ],
+)
+async def test_other_clients_do_not_wait_for_many_log_probabilities(app, monkeypatch, module, path, fields):
+    """They are written on a thread: those of a prompt of 100,000 tokens take more than a second."""
+    threads = set()
+
+    def json_position_here(position):
+        threads.add(threading.current_thread())
+        return json_position(position)
+
+    monkeypatch.setattr(f"jaxengine.server.http.{module}.json_position", json_position_here)
+    assert (await post(app, path, **fields)).status == 200 and threads == {threading.current_thread()}
+    threads.clear()
+    monkeypatch.setattr("jaxengine.server.http.answer.writing._MANY_POSITIONS", len(IDS) - 1)
+    assert (await post(app, path, **fields)).status == 200
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_tokens_and_back(app, chat_engine, monkeypatch):
