@@ -21,12 +21,12 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.output_limit import limited
 from jaxengine.server.base.prompts import read_prompts
+from jaxengine.server.base.workers import written
 from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, FinishReason, PromptLogprobs, Usage, answers
 from jaxengine.server.http.answer.routed_experts import encoded_experts
 from jaxengine.server.http.answer.sampling_mass import SampledChoice, sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.answer.weight_spans import SpanWriter
-from jaxengine.server.http.answer.writing import written
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.fields import (
     MAX_OPTIONS,

@@ -118,9 +118,7 @@ def _json(value: Any) -> Any:
 
 def _impossible(field: str, why: str = "") -> RequestError:
     """Return the error for a field of a request that /inference/v1/generate cannot serve. why: text after it."""
-    return RequestError(
-        " ".join(filter(None, (f"{field} is not possible for /inference/v1/generate", why))), param=field
-    )
+    return RequestError(f"{field} is not possible for /inference/v1/generate {why}".rstrip(), param=field)
 
 
 def _shared(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -131,23 +131,21 @@ class TracedEngine(EngineWrapper):
         request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
 
-    async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
+    async def _spanned(self, stream: Any, request: _RequestSpan) -> AsyncIterator[Any]:
         """Yield the outputs of `stream`, and record them in the span, which ends after the last output, with an error,
         or when this generator is closed.
 
         Closes `stream` in every case. Raises its errors.
         """
         try:
-            async for output in stream:
-                request.add(output)
-                yield output
+            async with contextlib.aclosing(stream):  # now, as closing it early aborts the request
+                async for output in stream:
+                    request.add(output)
+                    yield output
         except Exception as error:
             request.failed(error)
             raise
         finally:
-            # Closing a stream early aborts the request; garbage collection would do so later.
-            if isinstance(stream, AsyncGenerator):
-                await stream.aclose()
             request.end()
 
 

@@ -225,7 +225,8 @@ class _Transcript(Transcript):
         if SEGMENT in (self.body.timestamp_granularities or (SEGMENT,)):
             answer["segments"] = formats.verbose_segments(said, self.body.temperature or 0.0)
         if self.body.has_words:
-            answer["words"] = formats.verbose_words(said)
+            words = (word for each in said for word in each.words)
+            answer["words"] = [{"word": each.text, "start": each.start, "end": each.end} for each in words]
         return json_response({**answer, "usage": usage_of(seconds)})
 
     def pieces(self) -> AsyncGenerator[str, None]:

@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_DOCUMENTS, MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages
+from jaxengine.server.http.chat.protocol import MAX_DOCUMENTS, MAX_NAME_CHARS, MAX_TOOLS, SHARED, ChatRequest, Messages
 from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import REFUSED, ConversationRequest, RequestModel
 
-# Fields that a chat request has under the same name.
-_SAME = ConversationRequest.model_fields.keys() - {"model", "request_id"}
 # Field of the chat request -> field of this API.
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -111,7 +109,7 @@ class CohereChatRequest(ConversationRequest):
         reasoning where that is enabled; without a reasoning parser it cannot. Raises RequestError with this API's field
         names, also for two names of one field.
         """
-        fields = {name: getattr(self, name) for name in _SAME}
+        fields = {name: getattr(self, name) for name in SHARED}
         for name, own in (("stop", "stop_sequences"), ("top_k", "k"), ("top_p", "p")):
             if (value := getattr(self, own)) is not None:
                 if fields[name] is not None:
@@ -170,7 +168,7 @@ class CohereChatRequest(ConversationRequest):
         if error.param == "chat_template_kwargs" and self.chat_template_kwargs is None:
             name = next((each for each in VARIABLES if getattr(self, each) is not None), None)
         # The request may have given the chat request's own name.
-        given = error.param in _SAME and getattr(self, str(error.param)) is not None
+        given = error.param in SHARED and getattr(self, str(error.param)) is not None
         return error if name is None or given else renamed(error, name)
 
     def _chat_tools(self) -> list[dict[str, Any]] | None:

@@ -12,10 +12,10 @@ from fastapi import Response
 from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.workers import written
 from jaxengine.server.http.answer.answers import NULL_BODY
 from jaxengine.server.http.answer.request_metrics import request_times, stream_times
 from jaxengine.server.http.answer.sse import event, json_response
-from jaxengine.server.http.answer.writing import written
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, NamedTool, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer

@@ -20,6 +20,8 @@ MAX_NAME_CHARS = 256
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
 _FORWARDED = "prompt_token_ids"
+# Fields that a ChatRequest and requests of other APIs have under the same name.
+SHARED = ConversationRequest.model_fields.keys() - {"model", "request_id"}
 
 
 class Function(RequestModel):

@@ -26,12 +26,12 @@ from jaxengine.server.base.captured import check_captured
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
+from jaxengine.server.base.workers import written
 from jaxengine.server.http.answer.answers import NULL_BODY, Error, answers
 from jaxengine.server.http.answer.interleave import interleave
 from jaxengine.server.http.answer.request_metrics import request_times, stream_times
 from jaxengine.server.http.answer.routed_experts import encoded_experts
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
-from jaxengine.server.http.answer.writing import written
 from jaxengine.server.http.completions.answers import Completion, CompletionChunk
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest

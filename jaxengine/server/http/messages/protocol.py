@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, SHARED, ChatRequest, Messages
 from jaxengine.server.http.messages.input import left_out_blocks, read_messages
 from jaxengine.server.http.messages.tools import (
     DefinedTool,
@@ -23,8 +23,6 @@ from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, 
 from jaxengine.server.http.request.kv_transfer import TransferParams
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
-# Fields that a chat request has under the same name.
-_SAME = ConversationRequest.model_fields.keys() - {"model", "request_id"}
 # Type of tool_choice -> the chat request's tool_choice; then field of the chat request -> field of this API.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
@@ -244,7 +242,7 @@ class MessagesRequest(Conversation, ConversationRequest):
         """Return the fields of the equivalent chat request, by name, sampling fields included. Raises RequestError for
         messages, blocks or a tool_choice that are not allowed.
         """
-        fields = {name: getattr(self, name) for name in (*_SAME, "kv_transfer_params")}
+        fields = {name: getattr(self, name) for name in (*SHARED, "kv_transfer_params")}
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}

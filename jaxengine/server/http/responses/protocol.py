@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, SHARED, ChatRequest, Messages
 from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, TokenIds, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
@@ -42,7 +42,7 @@ Repeated = Annotated[str, Field(max_length=1024)]
 _SAME = {
     *("chat_template_kwargs", "include_reasoning", "mm_processor_kwargs", "parallel_tool_calls"),
     *("spaces_between_special_tokens", "stop_token_ids"),
-    *(ConversationRequest.model_fields.keys() - {"model", "request_id"}),
+    *SHARED,
 }
 # Field of the chat request -> field of this API.
 _NAMES = {

@@ -335,28 +335,22 @@ async def test_models(app):
     assert (await post(app, PATH, prompt="x", model="no/such")).error["type"] == "NotFoundError"
 
 
-@pytest.mark.parametrize(
-    ("module", "path", "fields"),
-    [
-        ("completions.output", PATH, {"prompt": IDS, **SCORED}),
-        ("chat.output", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **SCORED}),
-        ("generate", "/inference/v1/generate", {"token_ids": IDS, "sampling_params": SCORED}),
-    ],
-)
-async def test_other_clients_do_not_wait_for_many_log_probabilities(app, monkeypatch, module, path, fields):
+async def test_other_clients_do_not_wait_for_many_log_probabilities(app, monkeypatch):
     """They are written on a thread: those of a prompt of 100,000 tokens take more than a second."""
-    threads = set()
-
-    def json_position_here(position):
-        threads.add(threading.current_thread())
-        return json_position(position)
-
-    monkeypatch.setattr(f"jaxengine.server.http.{module}.json_position", json_position_here)
-    assert (await post(app, path, **fields)).status == 200 and threads == {threading.current_thread()}
-    threads.clear()
-    monkeypatch.setattr("jaxengine.server.http.answer.writing._MANY_POSITIONS", len(IDS) - 1)
-    assert (await post(app, path, **fields)).status == 200
-    assert threads and threading.current_thread() not in threads
+    here, threads, workers = threading.current_thread(), set(), "jaxengine.server.base.workers"
+    for module in ("completions.output", "chat.output", "generate"):
+        where = f"jaxengine.server.http.{module}.json_position"
+        monkeypatch.setattr(where, lambda each: threads.add(threading.current_thread()) or json_position(each))
+    for most, on_loop in ((1000, True), (len(IDS) - 1, False)):
+        monkeypatch.setattr(f"{workers}._MANY_POSITIONS", most)
+        for path, fields in (
+            (PATH, {"prompt": IDS, **SCORED}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **SCORED}),
+            ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": SCORED}),
+        ):
+            threads.clear()
+            assert (await post(app, path, **fields)).status == 200 and threads
+            assert (here in threads) == on_loop, path
 
 
 async def test_tokens_and_back(app, chat_engine, monkeypatch):
@@ -369,7 +363,6 @@ async def test_tokens_and_back(app, chat_engine, monkeypatch):
     answer = (await post(app, "/tokenize", prompt=text, return_token_strs=True)).json
     assert answer["tokens"] == tokenizer.encode(text) and answer["count"] == len(answer["tokens"])
     assert len(answer["token_strs"]) == answer["count"] and answer["max_model_len"] == 256
-    # A text may have millions of tokens, and other clients do not wait for their strings.
     assert threads and threading.current_thread() not in threads
     assert (await post(app, "/detokenize", tokens=answer["tokens"])).json == {"prompt": text}
     messages = [{"role": "user", "content": "hi"}]
