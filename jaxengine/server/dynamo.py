@@ -47,10 +47,7 @@ _WORKER = {
 _FRONTENDS = ("stop", "include_stop_str_in_output")
 _NEUTRAL = {"use_beam_search": (False,), "length_penalty": (1.0,), "best_of": (1,)}
 # Request options that SamplingParams has under the same name.
-_SAME = (
-    *ROWS,
-    *("n", "seed", "logit_bias", "max_tokens", "min_tokens", "ignore_eos"),
-)
+_SAME = (*ROWS, "n", "seed", "logit_bias", "max_tokens", "min_tokens", "ignore_eos")
 
 
 class DynamoEngine(_backend.LLMEngine):

@@ -53,7 +53,9 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     if config.profiler_config is not None:
         raise ConfigError("profiler_config", config.profiler_config, "None under Ray Serve, with its several replicas")
     target = ray_config.target_ongoing_requests or config.max_num_seqs or _TARGET
-    store = None
+    imbalance, store = ray_config.routing_imbalance, None
+    if imbalance is None:
+        imbalance = target / _TARGET_PER_IMBALANCE
     if ray_config.max_replicas > 1:
         store = serve.deployment(
             Store, name="Store", max_ongoing_requests=_MOST_REQUESTS, ray_actor_options={"num_cpus": 0}
@@ -73,28 +75,16 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
         health_check_period_s=2,
         request_router_config={
             "request_router_class": Router,
-            "request_router_kwargs": {"imbalance": _imbalance(ray_config, target), "period": ray_config.routing_period},
+            "request_router_kwargs": {"imbalance": imbalance, "period": ray_config.routing_period},
             "request_routing_stats_period_s": ray_config.routing_period,
         },
-        **_drain(server),
+        **({"graceful_shutdown_timeout_s": server.shutdown_timeout} if server.shutdown_timeout else {}),
         **_placement(ray_config, config.nnodes),
     ).bind(rest, server, ray_config.routing_digest_bytes, store)
     ingress = serve.deployment(
         Ingress, name="Ingress", num_replicas=ray_config.num_ingresses, max_ongoing_requests=_MOST_REQUESTS
     )
     return ingress.bind(replicas, rest, server, ray_config, store)
-
-
-def _imbalance(config: RayConfig, target: int) -> float:
-    """Return routing_imbalance; if it is None, a quarter of `target`, the requests per replica that Ray aims at."""
-    return target / _TARGET_PER_IMBALANCE if config.routing_imbalance is None else config.routing_imbalance
-
-
-def _drain(server: ServerConfig) -> dict[str, Any]:
-    """Return Ray's option for the time in seconds that a replica which is removed has to finish its requests:
-    shutdown_timeout. Returns {} if that is 0, which leaves Ray's default.
-    """
-    return {"graceful_shutdown_timeout_s": server.shutdown_timeout} if server.shutdown_timeout else {}
 
 
 def _placement(config: RayConfig, num_nodes: int) -> dict[str, Any]:

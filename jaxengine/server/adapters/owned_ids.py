@@ -5,6 +5,7 @@ In the engine, the id of a request whose owner has a key is "ID@OWNER". Clients 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -96,7 +97,7 @@ class OwnedEngine(EngineWrapper):
         engine_id = f"{request_id}{_AT}{options.owner}"
         return self._outputs(run(prompt, params, engine_id, options), request_id, engine_id)
 
-    async def _outputs(self, stream: AsyncIterator[Any], request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
+    async def _outputs(self, stream: Any, request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
         """Yield copies of a stream's outputs with `request_id` in place of the engine's id, and close the stream in
         every case.
 
@@ -106,10 +107,11 @@ class OwnedEngine(EngineWrapper):
         running = self._running.setdefault(request_id, [])
         running.append(engine_id)
         try:
-            async for output in stream:
-                named = copy.copy(output)  # the engine continues to use the original
-                named.request_id = request_id
-                yield named
+            async with contextlib.aclosing(stream):  # now, as closing it early aborts the request
+                async for output in stream:
+                    named = copy.copy(output)  # the engine continues to use the original
+                    named.request_id = request_id
+                    yield named
         except RequestError as error:
             if error.param == "request_id" and error.value == engine_id:
                 text = f"request_id {show_value(request_id)} is in use"
@@ -119,9 +121,6 @@ class OwnedEngine(EngineWrapper):
             running.remove(engine_id)
             if not running and self._running.get(request_id) is running:
                 del self._running[request_id]
-            # Closing a stream early aborts the request; garbage collection would do so later.
-            if isinstance(stream, AsyncGenerator):
-                await stream.aclose()
 
 
 def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngine:

@@ -27,9 +27,9 @@ def given_middleware(names: Sequence[str]) -> list[Middleware]:
 
 
 class _OfClients:
-    """Application that passes a client's request through a middleware, and a request of this process around it.
+    """Application that passes all but lines of batches through a middleware.
 
-    app: the application inside. given: the middleware.
+    app: the application inside, which gets lines of batches directly. given: the middleware.
     """
 
     def __init__(self, app: ASGIApp, given: Middleware):
@@ -37,7 +37,7 @@ class _OfClients:
         self._given = given.cls(app, *given.args, **given.kwargs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or take part in the application's lifespan, through the middleware or without it."""
+        """Call the middleware or, for a line of a batch, whose state has a "holder", the inner application."""
         inner = self._app if "holder" in scope.get("state", {}) else self._given
         await inner(scope, receive, send)
 

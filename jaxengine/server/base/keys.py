@@ -24,11 +24,11 @@ class Keys:
 
     def is_admin(self, digest: bytes) -> bool:
         """Whether a digest is that of an operator's key."""
-        return _among(digest, self._admins)
+        return _index(digest, self._admins) is not None
 
     def is_client(self, digest: bytes) -> bool:
         """Whether a digest is that of a client's key; False for an operator's."""
-        return _among(digest, self._clients)
+        return _index(digest, self._clients) is not None
 
     def name_of(self, digest: bytes) -> str | None:
         """Return "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index, from 0, among
@@ -91,11 +91,6 @@ def _bearer(value: bytes) -> bytes:
     """Return the key in one header's value; b"" for another scheme than Bearer."""
     scheme, _, key = value.strip().replace(b"\t", b" ").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
-
-
-def _among(digest: bytes, digests: Iterable[bytes]) -> bool:
-    """Whether a digest equals one of `digests`. Compares all of them."""
-    return _index(digest, digests) is not None
 
 
 def _index(digest: bytes, digests: Iterable[bytes]) -> int | None:

@@ -66,7 +66,8 @@ _BOUNDS_OR_NONE = (
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Server options.
+    """Server options. Raises ConfigError for a value of another type or out of bounds, and without options that one
+    needs. The only value of a tuple may be given alone.
 
     Attributes:
       host: the address to listen on; use api_key with any other than loopback.

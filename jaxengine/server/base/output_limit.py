@@ -7,10 +7,10 @@ from jaxengine.requests.params.sampling_params import SamplingParams
 
 
 def limited(params: SamplingParams, inputs: InputProcessor) -> SamplingParams:
-    """Return the parameters with max_tokens lowered to the operator's limit; the parameters themselves if they keep to
-    it or there is none. As in vLLM, the limit is max_new_tokens of override_generation_config, or of the file in the
-    folder that generation_config names; that of the model's own file is only a default. Raises RequestError if
-    min_tokens is above the limit.
+    """Return the parameters with max_tokens lowered to the operator's limit, which also replaces None; the parameters
+    themselves if they keep to it or there is none. As in vLLM, the limit is max_new_tokens of
+    override_generation_config, or of the file in the folder that generation_config names; that of the model's own file
+    is only a default. Raises RequestError if min_tokens is above the limit.
     """
     if (most := inputs.generation_defaults.get("max_tokens")) is None:
         return params

@@ -31,7 +31,7 @@ def read_prompts(
     RequestError for a value of another form than FORMS, for no prompts or more than `max_prompts`, for lists that are
     too long, for an empty prompt, and for ids out of range. The lists of the result are those of `prompt`, not copies.
     """
-    prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
+    prompts = prompt if isinstance(prompt, list) and not (prompt and type(prompt[0]) is int) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
         raise RequestError(f"{param} holds {len(prompts)} prompts; allowed: 1 to {max_prompts}", param=param)
     for each in prompts:
@@ -39,7 +39,7 @@ def read_prompts(
         if longest is not None and isinstance(each, list) and len(each) > longest:
             raise prompt_length_error(param, len(each), longest, inputs.config.max_model_len)
     texts = all(isinstance(each, str) for each in prompts)
-    if not texts and not all(isinstance(each, list) and _is_ids(each) for each in prompts):
+    if not texts and not all(isinstance(each, list) and {*map(type, each)} == {int} for each in prompts):
         raise RequestError(f"{param} must be {FORMS}, got {show_value(prompt)}", param=param)
     for each in prompts:
         if not each:
@@ -72,16 +72,6 @@ def check_detokenize(param: str, token_ids: list[int], inputs: InputProcessor) -
     if len(token_ids) > MAX_DETOKENIZE:
         raise RequestError(f"{param} holds {len(token_ids)} ids; allowed: {MAX_DETOKENIZE}", param=param)
     check_token_ids(param, token_ids, max(inputs.model_config.vocab_size, tokenizer.vocab_size))
-
-
-def _begins_with_id(value: list[Any]) -> bool:
-    """Whether the first entry of a list is an integer."""
-    return bool(value) and type(value[0]) is int
-
-
-def _is_ids(value: list[Any]) -> bool:
-    """Whether a list has at least one entry and all its entries are integers."""
-    return set(map(type, value)) == {int}
 
 
 class PromptEncoder:
@@ -122,9 +112,11 @@ class PromptEncoder:
     async def places(
         self, text: str, ids: Sequence[int], side: str | None, *, add_special_tokens: bool
     ) -> list[tuple[int, int]] | None:
-        """Return the places in `text` of its tokens `ids`, see Tokenizer.places. None if they are not its tokens, all
-        or, cut to a `side` (see `cut`), the last or first ones, and for a text of more characters than max_model_len
-        tokens can have. Computed on a thread. Raises OverloadedError if too many calls wait for one.
+        """Return, for each of `ids`, the tokens of `text`, the positions of its first character in `text` and of the
+        one after its last; (0, 0) for an added special token. `ids` are all of the tokens, or what `cut` with this
+        `side` leaves of them; None for other ids, for a text of more characters than max_model_len tokens can have, and
+        where Tokenizer.places has none. Computed on a thread. Raises RequestError without a tokenizer, OverloadedError
+        if too many calls wait for a thread.
         """
         if len(text) > self._most_chars():
             return None
@@ -140,6 +132,12 @@ class PromptEncoder:
         """
         tokenizer, most = self._inputs.require_tokenizer(), self._most_chars()
         return await self._workers.run(lambda: [tokenizer.beginning(text[:most], count) for text in texts])
+
+    async def strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return Tokenizer.convert_ids_to_tokens of the ids, of which a body may make millions, computed on a thread.
+        Raises RequestError without a tokenizer, OverloadedError if too many calls wait for a thread.
+        """
+        return await self._workers.run(self._inputs.require_tokenizer().convert_ids_to_tokens, token_ids)
 
     def cut_side(self, keep: int | None, side: str | None) -> str | None:
         """Return the argument `cut_side` of `encode` for a request with these arguments of `cut`. None if whole texts

@@ -1,4 +1,4 @@
-"""Threads for the slow parts of requests, parsing and tokenising, so that the event loop stays responsive.
+"""Threads for the slow parts of requests, parsing, tokenising and writing, so that the event loop stays responsive.
 
 Limits how many calls run at once and how many may wait.
 """
@@ -10,10 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.scheduler.base.errors import OverloadedError
 
 # Calls that may wait for a thread. Each keeps a request's body or texts in memory.
 _MAX_WAITING = 256
+# Log-probabilities of so many positions take some ten milliseconds to write.
+_MANY_POSITIONS = 1000
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -48,3 +51,11 @@ class Workers:
         self._count -= 1
         if not work.cancelled():
             work.exception()  # mark as retrieved: there may be no caller any more
+
+
+async def written(output: RequestOutput, write: Callable[[], _T]) -> _T:
+    """Return `write()`, which writes an engine's output; on a thread, so that other clients need not wait, if its
+    prompt and completions have log-probabilities at more than _MANY_POSITIONS positions together.
+    """
+    number = len(output.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in output.outputs)
+    return await asyncio.to_thread(write) if number > _MANY_POSITIONS else write()

@@ -56,7 +56,7 @@ async def run_lines(
 
 
 def _refused(problem: str) -> tuple[int, Any]:
-    """Return (HTTP status, JSON value of the answer) of a request that is not answered."""
+    """Return 400 and, as JSON value of the answer, OpenAI's error with this message."""
     return 400, {"error": {"message": problem, "type": "BadRequestError", "code": 400}}
 
 

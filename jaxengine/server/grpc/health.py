@@ -59,7 +59,7 @@ class Health(HealthServicer):
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         """Stream the health of a service, now and at each change, until the client leaves. Ends the call with
         RESOURCE_EXHAUSTED, by raising AbortError, if there are MAX_WATCHES streams already, or MAX_WATCHES_OF_ADDRESS
-        from its address.
+        from the client's address.
         """
         address = context.peer().rpartition(":")[0]
         if self._watches[address] >= MAX_WATCHES_OF_ADDRESS or self._watches.total() >= MAX_WATCHES:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -19,6 +20,7 @@ from jaxengine.server.base.captured import check_captured
 from jaxengine.server.base.keys import Keys, owner_tag
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import check_detokenize
+from jaxengine.server.base.workers import written
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.auth import holder_of
@@ -48,7 +50,8 @@ class InferenceService:
         model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=False)
         output = await self._finish(generation, lora, context)
-        return AnswerWriter(generation.request_id, model, generation.wanted).response(output)
+        writer = AnswerWriter(generation.request_id, model, generation.wanted)
+        return await written(output, partial(writer.response, output))
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
         """Write the answer to a prompt in chunks, after initial metadata with the request's id.
@@ -65,7 +68,7 @@ class InferenceService:
                 if not begun:
                     await context.send_initial_metadata((("x-request-id", generation.request_id),))
                     begun = True
-                for chunk in writer.chunks(output):
+                for chunk in await written(output, partial(list, writer.chunks(output))):
                     await self._write(context, chunk)
                 _refuse_expired(output)
 
@@ -78,7 +81,7 @@ class InferenceService:
         output = await self._finish(generation, lora, context)
         writer = AnswerWriter(generation.request_id, model, generation.wanted)
         return pb.ScoreResponse(
-            prompt_info=writer.prompt_info(output),
+            prompt_info=await written(output, partial(writer.prompt_info, output)),
             usage=writer.usage(output),
             request_id=generation.request_id,
             model=model,
@@ -94,7 +97,8 @@ class InferenceService:
         """
         await self._model(request.model)
         inputs = self._engine.inputs
-        tokenizer, kind = inputs.require_tokenizer(), request.WhichOneof("prompt")
+        inputs.require_tokenizer()  # refused before the prompt is looked at
+        kind = request.WhichOneof("prompt")
         special = request.HasField("add_special_tokens")
         if kind == "text":
             token_ids = await self._reader.encode(request.text, request.add_special_tokens if special else True)
@@ -107,7 +111,7 @@ class InferenceService:
             )
         else:
             token_ids = await self._reader.encode_messages(request.messages)
-        names = tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else ()
+        names = await self._reader.encoder.strings(token_ids) if request.return_token_strs else ()
         return pb.TokenizeResponse(
             token_ids=token_ids,
             count=len(token_ids),
@@ -157,17 +161,15 @@ class InferenceService:
         options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get(), lora, owner)
         outputs = self._engine.stream(generation.prompt, generation.params, generation.request_id, options)
         try:
-            async for output in outputs:
-                yield output
+            # Closing it early aborts the request now.
+            async with aclosing(outputs):  # pyright: ignore[reportArgumentType]
+                async for output in outputs:
+                    yield output
         except RequestError as error:
             # Its form was checked before, so the id is in use.
             if error.param == "request_id":
                 raise CallError(grpc.StatusCode.ALREADY_EXISTS, str(error)) from None
             raise
-        finally:
-            # Closing it early aborts the request now, rather than when it is garbage-collected.
-            if isinstance(outputs, AsyncGenerator):
-                await outputs.aclose()
 
     def _client(self, context: Context) -> str | None:
         """Return the name of the caller's key, as which the "fair" scheduling_policy counts its requests; None for an

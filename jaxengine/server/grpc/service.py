@@ -132,7 +132,8 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
             calls.enter(name, context)
             data = await first_message(requests, context, calls.read_timeout)
             _parse(request, data)
-            given = _text_metadata(context)
+            # Without binary values; of several with one name the last counts.
+            given = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
             request_id = given.get("x-request-id") or secrets.token_hex(8)
             ROUTE_KEY.set(route_key(given.get("x-session-id", ""), request_id))
             with caller_trace(given):
@@ -181,11 +182,6 @@ async def _rest(requests: Requests, request_type: type[Message], timeout: float)
         request = request_type()
         _parse(request, data)
         yield request
-
-
-def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    """Return a call's metadata by name, without binary values. If a name occurs several times, the last counts."""
-    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _parse(request: Message, data: bytes) -> None:

@@ -84,14 +84,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/adapters", response_class=Response)
     async def load_sagemaker_adapter(body: SageMakerLoadRequest) -> Response:
-        """Do as /v1/load_lora_adapter, with SageMaker's names of the fields. Raises the same errors."""
+        """Do as /v1/load_lora_adapter, with SageMaker's names of the fields. Raises `load_lora_adapter`'s errors."""
         return await load_lora_adapter(
             LoadRequest(lora_name=body.name, lora_path=body.src, load_inplace=body.load_inplace)
         )
 
     @routes.delete("/adapters/{name:path}", response_class=Response)
     async def remove(name: Name) -> Response:
-        """Do as /v1/unload_lora_adapter, with the name in the path. Raises the same errors."""
+        """Do as /v1/unload_lora_adapter, with the name in the path. Raises UnknownAdapterError, EngineDeadError."""
         await unload(engine, name)
         return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 

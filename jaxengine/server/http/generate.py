@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
@@ -20,11 +21,12 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.output_limit import limited
 from jaxengine.server.base.prompts import read_prompts
-from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
+from jaxengine.server.base.workers import written
+from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, FinishReason, PromptLogprobs, Usage, answers
 from jaxengine.server.http.answer.routed_experts import encoded_experts
-from jaxengine.server.http.answer.sampling_mass import sampling_fields
+from jaxengine.server.http.answer.sampling_mass import SampledChoice, sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
-from jaxengine.server.http.answer.weight_spans import SpanWriter, WeightVersions
+from jaxengine.server.http.answer.weight_spans import SpanWriter
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.fields import (
     MAX_OPTIONS,
@@ -184,20 +186,16 @@ class GenerateLogprobs(Answer):
     content: list[GenerateTokenLogprob]
 
 
-class GenerateChunkChoice(Answer):
+class GenerateChunkChoice(SampledChoice):
     index: int
     token_ids: list[int]
     logprobs: GenerateLogprobs | None
-    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] | None
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] | None = ABSENT
+    finish_reason: FinishReason | None
+    sampling_mask: list[list[int]] | None = ABSENT  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class GenerateChoice(GenerateChunkChoice):
-    finish_reason: Literal["stop", "length", "abort", "error", "repetition"]
+    finish_reason: FinishReason
     stop_reason: int | str | None
     routed_experts: str | None
 
@@ -327,7 +325,7 @@ def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
 
 
 async def last_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """Return the last output of a request, and close it. Raises RuntimeError if there is none."""
+    """Return the last output of a request's stream, and close the stream. Raises RuntimeError if there is none."""
     last: RequestOutput | None = None
     async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
         async for output in outputs:
@@ -356,7 +354,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         async def whole() -> Response:
             """Run the request and return the complete response."""
-            return writer.whole(await last_output(engine.stream(prompt, params, name, options)))
+            last = await last_output(engine.stream(prompt, params, name, options))
+            return await written(last, partial(writer.whole, last))
 
         async def events() -> AsyncGenerator[bytes, None]:
             """Run the request and yield its events, then the event with the token counts, b"" if none are requested."""

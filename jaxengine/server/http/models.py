@@ -64,7 +64,7 @@ _PERMISSION = {
 class ModelCard(Answer):
     """A served model or adapter.
 
-    permission: what OpenAI's API had of a model, the same for every model and key here, as in vLLM.
+    permission: OpenAI's former list of rights, here the same for every model and key, as in vLLM.
     """
 
     id: str

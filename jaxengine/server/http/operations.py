@@ -49,7 +49,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/ping", operation_id="ping", response_class=Response)
     @routes.post("/ping", operation_id="post_ping", response_class=Response)
     async def health() -> Response:
-        """Whether requests are answered: an empty response 200. Raises EngineDeadError (503) while the engine is
+        """Return an empty response 200 if requests are answered. Raises EngineDeadError (503) while the engine is
         started again, hangs or is being shut down.
         """
         await engine.check_health()
@@ -70,7 +70,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.get("/load")
     @answers(Load)
     async def load(request: Request) -> dict[str, int]:
-        """Number of POST requests that this API process is answering, and of responses it makes in the background."""
+        """Return, as `server_load`, how many POST requests and background responses this API process works on."""
         return {"server_load": request.app.state.traffic.num_running}
 
     return routes

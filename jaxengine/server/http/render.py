@@ -29,6 +29,7 @@ from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.generate import GenerateSampling
 from jaxengine.server.http.messages.protocol import MessagesRequest
 from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.request.errors import renaming
 from jaxengine.server.http.request.limits import JsonRoute, convert
 from jaxengine.server.http.request.protocol import GenerationRequest
 from jaxengine.server.http.responses.input import read_input
@@ -117,9 +118,7 @@ def _json(value: Any) -> Any:
 
 def _impossible(field: str, why: str = "") -> RequestError:
     """Return the error for a field of a request that /inference/v1/generate cannot serve. why: text after it."""
-    return RequestError(
-        " ".join(filter(None, (f"{field} is not possible for /inference/v1/generate", why))), param=field
-    )
+    return RequestError(f"{field} is not possible for /inference/v1/generate {why}".rstrip(), param=field)
 
 
 def _shared(
@@ -191,7 +190,7 @@ async def _conversation(
 
 
 async def _add_places(body: RenderedCompletionRequest, rendered: list[dict[str, Any]], encoder: PromptEncoder) -> None:
-    """Add token_offsets to the Rendered of each prompt of `body`, in order."""
+    """Add token_offsets, None for token ids, to the Rendered of each prompt of `body`. Raises OverloadedError."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     for text, each in zip(texts or (), rendered, strict=False):
         special = body.add_special_tokens is not False
@@ -218,11 +217,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Return the tokens and sampling parameters of a conversation in Anthropic's form. Raises the errors of
         `_conversation`.
         """
-        try:
+        with renaming(body.as_asked):
             chat = await convert(request, body.chat_request)
             return await _conversation(server, chat, body, request, "msg", "messages")
-        except RequestError as error:
-            raise body.as_asked(error) from None
 
     @routes.post("/cohere/v2/chat/render", response_class=Response)
     @answers(Rendered)
@@ -230,11 +227,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Return the tokens and sampling parameters of a conversation in Cohere's form. Raises the errors of
         `_conversation`.
         """
-        try:
+        with renaming(body.as_asked):
             asked = await convert(request, body.chat_request, limits_thinking=server.reasoning_format is not None)
             return await _conversation(server, asked, body, request, "chat", "messages")
-        except RequestError as error:
-            raise body.as_asked(error) from None
 
     @routes.post("/v1/responses/render", response_class=Response)
     @answers(Rendered)
@@ -244,11 +239,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         if body.previous_response_id is not None:
             raise RequestError("previous_response_id is not rendered; give all items", param="previous_response_id")
-        try:
+        with renaming(as_response_error):
             chat = body.chat_request(await convert(request, read_input, body.input))
             return await _conversation(server, chat, body, request, "resp", "input")
-        except RequestError as error:
-            raise as_response_error(error) from None
 
     @routes.post("/v1/completions/render", response_class=Response)
     @answers(list[Rendered])

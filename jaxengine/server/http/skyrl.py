@@ -26,7 +26,7 @@ from jaxengine.server.http.request.limits import JsonRoute
 
 
 class SkyRLSampling(GenerateSampling):
-    """Fields of GenerateSampling that SkyRL's answers have a place for.
+    """Fields of GenerateSampling whose results SkyRL's answers can contain.
 
     logprobs: at most 1, as only those of the sampled tokens are returned.
     """
@@ -46,7 +46,7 @@ class SkyRLSampling(GenerateSampling):
 
 
 class SkyRLRequest(GenerateRequest):
-    """A prompt as token ids, as SkyRL's clients send it. What their answers have no place for is refused.
+    """A prompt as token ids, as SkyRL's clients send it. Fields whose results its answers cannot contain are refused.
 
     Attributes:
       return_sample_support: also return the tokens that could have been sampled; without it, only as

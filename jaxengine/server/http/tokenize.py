@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import Field, model_validator
 
 from jaxengine.api.engine_client import EngineClient
@@ -13,6 +13,7 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, check_detokenize
 from jaxengine.server.http.answer.answers import Answer, answers
+from jaxengine.server.http.answer.sse import json_response
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, Tool
 from jaxengine.server.http.models import choose_model
@@ -96,9 +97,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     renderer = ChatRenderer(engine, config)
     names = served_names(engine, config)
 
-    @routes.post("/tokenize")
+    @routes.post("/tokenize", response_class=Response)
     @answers(TokenizeAnswer)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """Return the token ids of a text, or of a conversation by the chat template, as `tokens`, with their `count`,
         `max_model_len` and, if requested, `token_strs`, else None. Raises RequestError for a text or conversation that
         cannot be used, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
@@ -109,8 +110,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             ids = await renderer.token_ids(ChatRequest.of(chat))
         else:
             (ids,) = await encoder.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
-        strings = inputs.require_tokenizer().convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": inputs.config.max_model_len, "tokens": ids, "token_strs": strings}
+        strings = await encoder.strings(ids) if body.return_token_strs else None
+        sizes = {"count": len(ids), "max_model_len": inputs.config.max_model_len}
+        return json_response({**sizes, "tokens": ids, "token_strs": strings})
 
     @routes.post("/detokenize")
     @answers(DetokenizeAnswer)

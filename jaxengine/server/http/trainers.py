@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from fastapi import APIRouter
-from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.adapters.lora import load_from_root
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.http.adapters import LoadRequest
+from jaxengine.server.http.adapters import LoadRequest, Path
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.request.auth import ADMIN
 from jaxengine.server.http.request.limits import JsonRoute
@@ -31,7 +30,7 @@ class ArealUpdate(RequestModel):
 
     refused = {"load_format": ("auto",)}
 
-    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    model_path: Path
     abort_all_requests: bool = False
 
 

@@ -14,6 +14,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.scheduler.base.weight_version import MAX_VERSION_LENGTH
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.adapters import Path
 from jaxengine.server.http.request.arrival import is_streamed
 from jaxengine.server.http.request.auth import ADMIN
 from jaxengine.server.http.request.limits import JsonRoute
@@ -24,7 +25,6 @@ Mode = Literal["keep", "wait", "abort"]
 Target = Literal["model", "draft"]
 # Messages between processes have 64 bits for this number.
 MAX_CHUNK_BYTES = 2**63 - 1
-Path = Annotated[str, Field(min_length=1, max_length=4096)]
 ChunkBytes = Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
 
 
@@ -170,7 +170,7 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
         target: Target = "model",
     ) -> dict[str, Any]:
         """Replace the weights by those of the body, a safetensors file, which is stored in weight_upload_dir until it
-        has been read. Options, result and errors are those of `update_weights`.
+        has been read. Options, result and errors are those of `update_weights`; too many uploads: OverloadedError.
         """
         options = weights.UpdateOptions(weight_version, mode, kv, strict, chunk_bytes, target)
         return await weights.update_from_pieces(engine, config, request.stream(), options)

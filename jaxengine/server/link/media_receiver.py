@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from jaxengine.requests.media.cache import LeastRecent
 from jaxengine.scheduler.base.media import Media, MediaItem
 from jaxengine.server.link.media_messages import (
-    Item,
     MediaMessage,
     MissingMediaError,
     Place,
@@ -59,8 +58,11 @@ class MediaReceiver:
             self._epoch = message.epoch
         if message.memory and self._memory is None:
             self._memory = _open(message.memory)
-        # As in the sender: cached items before new ones.
-        kept = [self._kept.get(item.digest) if _is_kept(item) else None for item in message.items]
+        # As in the sender: items whose pixels it assumes to be cached here come before new ones.
+        kept = [
+            self._kept.get(item.digest) if item.pixels is None and item.place is None else None
+            for item in message.items
+        ]
         items: list[MediaItem] = []
         is_missing, came = False, dict[bytes, Pixels]()
         for item, pixels in zip(message.items, kept, strict=True):
@@ -105,11 +107,6 @@ class MediaReceiver:
             self._stats.shared_bytes += sum(place.sizes)
         patches, columns, rows = parts
         return patches, columns, rows
-
-
-def _is_kept(item: Item) -> bool:
-    """Whether the sender assumes that the item's pixels are cached here."""
-    return item.pixels is None and item.place is None
 
 
 def _open(path: str) -> mmap.mmap | None:

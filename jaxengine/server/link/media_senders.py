@@ -80,7 +80,7 @@ class MediaSender:
             }
             if not wanted:
                 return
-            made = dict(zip(wanted, await asyncio.to_thread(_made_whole, list(wanted.values())), strict=True))
+            made = await asyncio.to_thread(_made_whole, wanted)
             media = replace(media, items=tuple(made.get(index, item) for index, item in enumerate(media.items)))
             for request in prepared.requests:
                 request.media = media
@@ -93,7 +93,7 @@ class KeepingSender(MediaSender):
         """Do nothing, as an item is cached when it is sent."""
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
-        """Return the item for a request; the method MediaCache.item."""
+        """Return `prepared_item` of the arguments, the item for a request; implements MediaCache.item."""
         return prepared_item(item, made, make)
 
     def clear(self) -> None:
@@ -165,8 +165,6 @@ def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
     return pixels_of(item)
 
 
-def _made_whole(items: list[PreparedItem]) -> list[PreparedItem]:
-    """Return the items with their pixels, which are recomputed one item after the other. Raises errors of
-    preprocessing.
-    """
-    return [item.whole() for item in items]
+def _made_whole(items: dict[int, PreparedItem]) -> dict[int, PreparedItem]:
+    """Return the items with their pixels, recomputed one item after the other. Raises errors of preprocessing."""
+    return {index: item.whole() for index, item in items.items()}

@@ -434,9 +434,8 @@ def _end(request: Request, ended: Ended) -> Request:
     times, and token ids if the message has them.
     """
     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
-    for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "kv_transfer_params"):
-        setattr(request, name, getattr(ended, name))
-    for name in ("queued_time", "first_scheduled_time", "finished_time"):
+    times = ("queued_time", "first_scheduled_time", "finished_time")
+    for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "kv_transfer_params", *times):
         setattr(request, name, getattr(ended, name))
     if ended.output_token_ids is not None:
         request.output_token_ids = np.frombuffer(ended.output_token_ids, np.int32)

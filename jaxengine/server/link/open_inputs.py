@@ -38,9 +38,8 @@ def inputs_of(source: Any, config: ResolvedConfig, index: int = 0) -> InputProce
 
 
 def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSender]:
-    """Return the input processor and the media sender of the API process `index`.
-
-    welcome: the engine's message. See `inputs_of`.
+    """Return the input processor and the media sender of the API process `index`. The sender is the processor's media
+    cache if it has one. welcome: the engine's message. Raises the errors of `inputs_of`.
     """
     config = ResolvedConfig(**welcome.config)
     inputs = inputs_of(welcome.source, config, index)

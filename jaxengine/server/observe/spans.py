@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,10 +32,9 @@ from jaxengine.version import __version__
 
 # Scheme of an endpoint -> (module of the exporter, package that contains it).
 _EXPORTERS = {
-    "http": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
-    "https": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
-    "grpc": ("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry-exporter-otlp-proto-grpc"),
-    "grpcs": ("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry-exporter-otlp-proto-grpc"),
+    scheme: (f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter", f"opentelemetry-exporter-otlp-proto-{kind}")
+    for kind in ("http", "grpc")
+    for scheme in (kind, f"{kind}s")
 }
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -132,23 +131,21 @@ class TracedEngine(EngineWrapper):
         request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
 
-    async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
+    async def _spanned(self, stream: Any, request: _RequestSpan) -> AsyncIterator[Any]:
         """Yield the outputs of `stream`, and record them in the span, which ends after the last output, with an error,
         or when this generator is closed.
 
         Closes `stream` in every case. Raises its errors.
         """
         try:
-            async for output in stream:
-                request.add(output)
-                yield output
+            async with contextlib.aclosing(stream):  # now, as closing it early aborts the request
+                async for output in stream:
+                    request.add(output)
+                    yield output
         except Exception as error:
             request.failed(error)
             raise
         finally:
-            # Closing a stream early aborts the request; garbage collection would do so later.
-            if isinstance(stream, AsyncGenerator):
-                await stream.aclose()
             request.end()
 
 

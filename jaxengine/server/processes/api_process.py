@@ -20,7 +20,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.server.adapters.owned_ids import owned
-from jaxengine.server.base.descriptors import raise_descriptor_limit
+from jaxengine.server.base.descriptors import max_connections, raise_descriptor_limit
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.service import BatchService
 from jaxengine.server.grpc.server import start_grpc
@@ -29,7 +29,7 @@ from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.observe.prometheus import report
 from jaxengine.server.observe.spans import traced
 from jaxengine.server.processes.child import Child, alive_seconds
-from jaxengine.server.processes.connections import http_protocol
+from jaxengine.server.processes.connections import Connections
 from jaxengine.server.processes.memory import limit_memory, return_large_blocks
 from jaxengine.server.processes.sockets import cut_unread, listen_too
 from jaxengine.server.stored.link import RemoteStore
@@ -170,7 +170,7 @@ def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Confi
     """
     return uvicorn.Config(
         app,
-        http=http_protocol(config),  # pyright: ignore[reportArgumentType]: uvicorn takes any callable
+        http=Connections(max_connections(config), config.read_timeout),  # pyright: ignore[reportArgumentType]: uvicorn takes any callable
         ws="none",
         h11_max_incomplete_event_size=config.max_header_bytes,
         server_header=False,

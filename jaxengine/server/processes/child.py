@@ -62,7 +62,7 @@ class Child:
         os.set_blocking(self.job["status_fd"], False)
         # Only the supervisor's orders end this process; its own children have the default handlers again.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda *_: None)
         log_to_stderr(self.job["name"])
         if self.job["server"]["log_format"] == "json":
             log_as_json(self.job["name"])
@@ -142,7 +142,3 @@ class Child:
         """Remove the run folder and end this process at once, with status 1."""
         shutil.rmtree(self.job["run_dir"], ignore_errors=True)
         os._exit(1)
-
-
-def _ignore(number: int, frame: Any) -> None:
-    """Do nothing: a signal handler, as the supervisor handles the signal."""

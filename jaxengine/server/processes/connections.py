@@ -9,13 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from jaxengine.server.base.descriptors import max_connections
-from jaxengine.server.base.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +141,3 @@ class _Protocol(H11Protocol):
         if self._end is not None:
             self._end.cancel()
             self._end = None
-
-
-def http_protocol(config: ServerConfig) -> Callable[..., asyncio.Protocol]:
-    """Return the value of uvicorn's `http` option: Connections with the limits `max_connections(config)` and
-    read_timeout.
-    """
-    return Connections(max_connections(config), config.read_timeout)

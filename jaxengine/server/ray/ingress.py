@@ -175,7 +175,7 @@ class Front:
                 parts = await self._read(scope, receive, call, is_admin)
                 hint = await self._hint(scope, call, request_id)
                 call.age = time.monotonic() - scope["state"]["arrival"]
-                once = parts or is_admin or _creates(scope)
+                once = parts or is_admin or (call.method == "POST" and _path(scope).startswith(_CREATES))
                 work = self._answer(call, parts, hint, send, 1 if once else self._num_attempts)
                 await while_connected(receive, work)
         except (EngineDeadError, OverloadedError) as error:
@@ -295,13 +295,6 @@ class Front:
 def _path(scope: Scope) -> str:
     """Return a request's path without the server's root path."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
-
-
-def _creates(scope: Scope) -> bool:
-    """Whether a request is a POST to a path that begins with one of _CREATES, so that each repetition would create
-    another object.
-    """
-    return scope["method"] == "POST" and _path(scope).startswith(_CREATES)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -40,7 +40,7 @@ _DIGEST_BYTES = (64, 1 << 24)
 
 @dataclasses.dataclass(frozen=True)
 class RayConfig:
-    """Options of engines under Ray Serve.
+    """Options of engines under Ray Serve. Raises ConfigError for a value of another type or out of bounds.
 
     Attributes:
       min_replicas: least number of engines.

@@ -52,7 +52,9 @@ class EventLog:
             self._more = asyncio.Event()
 
     async def after(self, number: int) -> Told:
-        """Return events with numbers above `number`, at least one, or none if the log has ended; waits for them."""
+        """Return the first events with numbers above `number`, until they have 64 KiB: at least one, for which this
+        waits, or none if the log has ended.
+        """
         while True:
             start = bisect_right(self._events, number, key=lambda each: each[0])
             stop, size = start, 0

@@ -225,7 +225,9 @@ class ResponseStore:
             continue
 
     def _drop(self, owner: str, response_id: str) -> None:
-        """Remove a response, and the owner's share if that is then empty. Does nothing for an unknown response."""
+        """Remove a response, end its log of events, and remove the owner's share if that is then empty. Does nothing
+        for an unknown response.
+        """
         share = self._shares.get(owner)
         if share is not None and response_id in share.responses:
             share.drop(response_id)

@@ -15,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Default of an optional field.
 ABSENT: Any = Field(default_factory=dict)
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 class Answer(BaseModel):

@@ -38,6 +38,11 @@ def event(value: Any) -> bytes:
     return b"data: %b\n\n" % encode_json(value)
 
 
+def typed_event(value: dict[str, Any]) -> bytes:
+    """Return a JSON object encoded as one server-sent event, which is named as the object's `type`."""
+    return b"event: %b\n%b" % (value["type"].encode(), event(value))
+
+
 def failed_event(error: ApiError) -> bytes:
     """Return the error that ends a stream encoded as a server-sent event."""
     return event(error_body(error))

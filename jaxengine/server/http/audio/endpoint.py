@@ -225,7 +225,8 @@ class _Transcript(Transcript):
         if SEGMENT in (self.body.timestamp_granularities or (SEGMENT,)):
             answer["segments"] = formats.verbose_segments(said, self.body.temperature or 0.0)
         if self.body.has_words:
-            answer["words"] = formats.verbose_words(said)
+            words = (word for each in said for word in each.words)
+            answer["words"] = [{"word": each.text, "start": each.start, "end": each.end} for each in words]
         return json_response({**answer, "usage": usage_of(seconds)})
 
     def pieces(self) -> AsyncGenerator[str, None]:
@@ -273,8 +274,8 @@ _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"
 
 
 def _kind(engine: EngineClient, config: ServerConfig) -> Callable[..., Transcript]:
-    """Return what makes the transcripts of the engine's model, with the arguments of Transcript. Raises RequestError if
-    the model cannot transcribe.
+    """Return the function that creates a transcript for the engine's model from the arguments of Transcript. Raises
+    RequestError if the model cannot transcribe.
     """
     if piece_processor(engine.inputs.media) is not None:
         return PiecewiseTranscript
@@ -328,13 +329,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def transcriptions(request: Request) -> Response:
-        """Transcribe a sound, in its language. Raises the errors of `respond`."""
+        """Transcribe the sound in a form, whole or as a stream of events. Raises the errors of `respond`."""
         return await respond(request, TRANSCRIBE)
 
     @routes.post("/v1/audio/translations", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def translations(request: Request) -> Response:
-        """Translate a sound to English. Raises the errors of `respond`."""
+        """Translate the sound in a form to English, whole or as a stream. Raises the errors of `respond`."""
         return await respond(request, TRANSLATE)
 
     return routes

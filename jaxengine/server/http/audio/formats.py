@@ -70,11 +70,6 @@ def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str,
     ]
 
 
-def verbose_words(said: Iterable[Said]) -> list[dict[str, Any]]:
-    """Return the `words` of verbose_json: the words of all segments, with begin and end in seconds."""
-    return [{"word": word.text, "start": word.start, "end": word.end} for each in said for word in each.words]
-
-
 def compression_ratio(text: str) -> float:
     """Return the size of a text in UTF-8 divided by its size after zlib compression, which is large for a text that
     repeats itself; 0 for an empty text.

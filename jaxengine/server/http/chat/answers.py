@@ -13,7 +13,7 @@ from jaxengine.server.http.answer.answers import (
     TokenLogprob,
     Usage,
 )
-from jaxengine.server.http.answer.weight_spans import WeightVersions
+from jaxengine.server.http.answer.sampling_mass import SampledChoice
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
 
@@ -45,18 +45,13 @@ class ChatMessage(Answer):
     tool_calls: list[ToolCall] = ABSENT
 
 
-class ChatChoice(Answer):
+class ChatChoice(SampledChoice):
     index: int
     message: ChatMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
     routed_experts: str | None
 
@@ -93,18 +88,13 @@ class ChatDelta(Answer):
     tool_calls: list[ToolCallDelta] = ABSENT
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(SampledChoice):
     index: int
     delta: ChatDelta
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = ABSENT
     token_ids: list[int] | None = ABSENT
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import ABSENT, Answer, answers
@@ -22,7 +21,7 @@ from jaxengine.server.http.chat.cohere_protocol import CohereChatRequest
 from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.run import ChatServer
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.request.errors import ApiError, cohere_error_body
+from jaxengine.server.http.request.errors import ApiError, cohere_error_body, renaming
 from jaxengine.server.http.request.limits import JsonRoute, convert
 
 CohereReason = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS", "TOOL_CALL", "ERROR", "TIMEOUT"]
@@ -106,7 +105,7 @@ class CohereWriter:
         self._end: dict[str, Any] = {}
 
     def start(self) -> dict[str, Any]:
-        """Return the first event."""
+        """Return the first event, message-start, with the answer's id and the role "assistant"."""
         return {"type": "message-start", "id": self._name, "delta": {"message": {"role": "assistant"}}}
 
     def events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -127,12 +126,12 @@ class CohereWriter:
                 yield from self._call(call)
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """Yield the last events."""
+        """Yield the end of the open block or call, if there is one, and message-end with finish reason and usage."""
         yield from self._close()
         yield {"type": "message-end", "id": self._name, "delta": self._end}
 
     def fail(self, message: str) -> Iterator[dict[str, Any]]:
-        """Yield the last events of an answer that ends with an error."""
+        """Yield the events of `end`, with an error in place of usage, and the finish reason "ERROR"."""
         yield from self._close()
         yield {"type": "message-end", "id": self._name, "delta": {"error": message, "finish_reason": "ERROR"}}
 
@@ -171,7 +170,9 @@ class CohereWriter:
 
 
 def _reason(choice: dict[str, Any]) -> str:
-    """Return Cohere's finish reason of a choice that has ended. A stop token is not one of the requested sequences."""
+    """Return Cohere's finish reason of a choice that has ended: by _REASONS, but "STOP_SEQUENCE" after a stop string,
+    "TIMEOUT" for an abort by the timeout, and "COMPLETE" for others.
+    """
     reason, stop = choice["finish_reason"], choice.get("stop_reason")
     if isinstance(stop, str) and reason == "stop":
         return "STOP_SEQUENCE"
@@ -195,13 +196,15 @@ def _scores(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _joined(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the tokens of several of `_scores` as one."""
+    """Return entries of `_scores` as one: their texts joined, and all their ids and log-probabilities."""
     whole: dict[str, Any] = {"text": "".join(each["text"] for each in scores)}
     return whole | {name: [one for each in scores for one in each[name]] for name in ("token_ids", "logprobs")}
 
 
 def cohere_body(chat: dict[str, Any]) -> dict[str, Any]:
-    """Return a complete chat completion in Cohere's form. A message has only what it consists of: content, calls."""
+    """Return a complete chat completion, which has one choice, in Cohere's form. The message has content, blocks of
+    reasoning and text, and tool_calls only if there are any, as has the body logprobs and kv_transfer_params.
+    """
     (choice,) = chat["choices"]
     said, message = choice["message"], {"role": "assistant"}
     blocks = [{"type": kind, kind: said[name]} for name, kind in _BLOCKS.items() if said[name]]
@@ -213,22 +216,13 @@ def cohere_body(chat: dict[str, Any]) -> dict[str, Any]:
     return body | ({} if moved is None else {"kv_transfer_params": moved})
 
 
-@contextlib.contextmanager
-def _as_asked(body: CohereChatRequest) -> Iterator[None]:
-    """Raise a RequestError of the block about a field of the chat request as one about the field of `body`."""
-    try:
-        yield
-    except RequestError as error:
-        raise body.as_asked(error) from None
-
-
 async def _events(chat: ChatAnswer, writer: CohereWriter, body: CohereChatRequest) -> AsyncGenerator[bytes, None]:
     """Run a request and yield the answer as server-sent events, without [DONE]; an item may be b"". Call it after
     `chat.prepare`. Raises the errors of ChatRun.pieces.
     """
     begun = False
     async with contextlib.aclosing(chat.chunks()) as found:
-        with _as_asked(body):
+        with renaming(body.as_asked):
             async for chunks in found:
                 said = [each for chunk in chunks for each in writer.events(chunk)]
                 if not begun:
@@ -253,13 +247,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         asked, ignored = await convert(request, body.chat_request, limits_thinking=limits), request.state.ignored_fields
         template = server.renderer.template(asked)
         ignored += await convert(request, lambda: [*body.ignored_parts(template, limits_thinking=limits)])
-        with _as_asked(body):
+        with renaming(body.as_asked):
             chat = ChatAnswer(server, asked, name, model, body.options(request, config, lora))
             await chat.prepare(ignored)
 
         async def whole() -> Response:
             """Run the request and return the response."""
-            with _as_asked(body):
+            with renaming(body.as_asked):
                 return json_response(cohere_body(await chat.body()))
 
         writer = CohereWriter(name)

@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_DOCUMENTS, MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.chat.protocol import MAX_DOCUMENTS, MAX_NAME_CHARS, MAX_TOOLS, SHARED, ChatRequest, Messages
+from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import REFUSED, ConversationRequest, RequestModel
 
-# Fields that a chat request has under the same name.
-_SAME = ConversationRequest.model_fields.keys() - {"model", "request_id"}
 # Field of the chat request -> field of this API.
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -111,7 +109,7 @@ class CohereChatRequest(ConversationRequest):
         reasoning where that is enabled; without a reasoning parser it cannot. Raises RequestError with this API's field
         names, also for two names of one field.
         """
-        fields = {name: getattr(self, name) for name in _SAME}
+        fields = {name: getattr(self, name) for name in SHARED}
         for name, own in (("stop", "stop_sequences"), ("top_k", "k"), ("top_p", "p")):
             if (value := getattr(self, own)) is not None:
                 if fields[name] is not None:
@@ -131,10 +129,8 @@ class CohereChatRequest(ConversationRequest):
             if limits_thinking and fields["thinking"] and budget is not None:
                 fields["thinking_token_budget"] = budget
         variables = {**self.variables, **(self.chat_template_kwargs or {})}
-        try:
+        with renaming(self.as_asked):
             return ChatRequest.of({**fields, "chat_template_kwargs": variables or None})
-        except RequestError as error:
-            raise self.as_asked(error) from None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -172,11 +168,11 @@ class CohereChatRequest(ConversationRequest):
         if error.param == "chat_template_kwargs" and self.chat_template_kwargs is None:
             name = next((each for each in VARIABLES if getattr(self, each) is not None), None)
         # The request may have given the chat request's own name.
-        given = error.param in _SAME and getattr(self, str(error.param)) is not None
+        given = error.param in SHARED and getattr(self, str(error.param)) is not None
         return error if name is None or given else renamed(error, name)
 
     def _chat_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools in the form of a chat request; None for none."""
+        """Return the tools in the form of a chat request, strict if strict_tools is true; None for none."""
         if not self.tools:
             return None
         strict = {"strict": True} if self.strict_tools else {}
@@ -184,7 +180,7 @@ class CohereChatRequest(ConversationRequest):
         return [{"type": "function", "function": {**function, **strict}} for function in functions]
 
     def _chat_format(self) -> dict[str, Any] | None:
-        """Return response_format in the form of a chat request; None for a text."""
+        """Return response_format in the form of a chat request, any object without a schema; None for a text."""
         asked = self.response_format
         if asked is None or asked.type == "text":
             return None
@@ -274,8 +270,8 @@ def _tool_content(message: dict[str, Any], where: str) -> str:
 
 
 def _assistant(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an assistant's message in the form of a chat request. Raises RequestError for other blocks, and for a call
-    that is not complete.
+    """Return an assistant's message in the form of a chat request, with reasoning and tool_calls only if it has any.
+    Raises RequestError for blocks other than text and thinking, and for a call without a text as id or name.
     """
     has_content = message.get("content") is not None
     texts = _texts(message, where, ("text", "thinking")) if has_content else {"text": [], "thinking": []}

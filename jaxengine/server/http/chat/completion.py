@@ -12,6 +12,7 @@ from fastapi import Response
 from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.workers import written
 from jaxengine.server.http.answer.answers import NULL_BODY
 from jaxengine.server.http.answer.request_metrics import request_times, stream_times
 from jaxengine.server.http.answer.sse import event, json_response
@@ -80,14 +81,14 @@ class ChatAnswer:
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             output, outputs = await anext(pieces)
-        choices = [self._writer.whole(*piece) for piece in outputs]
+        choices = await written(output, lambda: [self._writer.whole(*piece) for piece in outputs])
         about = {**NULL_BODY, "prompt_logprobs": None, **self._about_prompt(output)}
         about["kv_transfer_params"] = output.kv_transfer_params
         if self._has_times:
             about["metrics"] = request_times(output.metrics, self._run.num_completion_tokens)
         body = {**self.head, "choices": choices, "usage": self._usage(), **about}
-        if output.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)
+        if (scores := output.prompt_logprobs) is not None:
+            body["prompt_logprobs"] = await written(output, lambda: self._writer.prompt_logprobs(scores))
         return body
 
     async def events(self) -> AsyncGenerator[bytes, None]:

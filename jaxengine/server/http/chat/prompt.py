@@ -21,7 +21,7 @@ from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.tokens.chat_template import OWN_NAMES
 
 _NUM_THREADS = 4
-# Not keys and attributes of these names, which parts of messages have.
+# Variables that switch reasoning. Not keys and attributes of these names, which parts of messages have.
 _THINKING = re.compile(r"(?<!['\".])\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
@@ -66,8 +66,8 @@ class ChatRenderer:
         return prompt
 
     async def places(self, body: ChatRequest, prompt: dict[str, Any]) -> list[tuple[int, int]] | None:
-        """Return the places of the tokens of `prompt`, the result of `prompt` for this request, in its text: see
-        PromptEncoder.places. Raises OverloadedError if too many texts wait.
+        """Return PromptEncoder.places of the tokens in the text of `prompt`, the result of the method `prompt` for this
+        request. Raises OverloadedError if too many texts wait.
         """
         text, ids, special = prompt["prompt"], prompt["prompt_token_ids"], bool(body.add_special_tokens)
         return await self._encoder.places(text, ids, body.truncation_side, add_special_tokens=special)
@@ -150,7 +150,7 @@ class ChatRenderer:
         """Return the names of fields, of reasoning_effort and thinking, that the request sets although the chat
         template uses no variable for them.
         """
-        known = _thinking_names(self.template(body))
+        known = {*_THINKING.findall(self.template(body))}
         names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
 
@@ -169,7 +169,7 @@ class ChatRenderer:
         Raises RequestError for documents if `template` does not use them.
         """
         given = dict(body.chat_template_kwargs or {})
-        for name in _thinking_names(template):
+        for name in {*_THINKING.findall(template)}:
             value = body.reasoning_effort if name == "reasoning_effort" else body.thinks
             if value is not None:
                 given.setdefault(name, value)
@@ -184,8 +184,3 @@ def _num_chars(message: dict[str, Any]) -> int:
     """Return the length of a message's content in characters; 0 if the content is not a text."""
     content = message.get("content")
     return len(content) if isinstance(content, str) else 0
-
-
-def _thinking_names(template: str) -> set[str]:
-    """Return which of the variables reasoning_effort, enable_thinking and thinking occur in a template."""
-    return set(_THINKING.findall(template))

@@ -20,6 +20,8 @@ MAX_NAME_CHARS = 256
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
 _FORWARDED = "prompt_token_ids"
+# Fields that a ChatRequest and requests of other APIs have under the same name.
+SHARED = ConversationRequest.model_fields.keys() - {"model", "request_id"}
 
 
 class Function(RequestModel):
@@ -190,8 +192,8 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        """Return this request after checking it. Raises RequestError for fields that contradict each other, tools
-        included (`_check_tools`), for no messages, and for numbers out of range.
+        """Return this request. Raises RequestError for no messages, top_logprobs without logprobs or below -1, a token
+        limit below 1, continue_final_message with add_generation_prompt, and tools that `_check_tools` refuses.
         """
         if not self.messages:
             raise RequestError(f"messages is empty; allowed: 1 to {MAX_MESSAGES}", param="messages")

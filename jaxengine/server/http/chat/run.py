@@ -29,7 +29,7 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.request.errors import renamed, renaming
 
 # Function that counts an output which a parser of tool calls has read to its end; takes vLLM's mode and outcome.
 COUNT_PARSED: ContextVar[Callable[[str, str], None] | None] = ContextVar("COUNT_PARSED", default=None)
@@ -102,13 +102,11 @@ class ChatRun:
         self._reasoning, auto = server.reasoning_format, server.config.enable_auto_tool_choice
         self._tools = tool_use(body, auto, server.tool_format, self._reasoning, tokenizer, switches)
         self._check_budget()
-        try:
+        with renaming(self._as_asked):
             self.params = self._sampling_params()
             if self._shows_special_tokens and body.skip_special_tokens is None:
                 self.params = self.params.clone_with(skip_special_tokens=False)
             self._beams = body.beam_params(server.engine.inputs, self.params)
-        except RequestError as error:
-            raise self._as_asked(error) from None
         self.prompt: dict[str, Any] = {}
         self._parsers: dict[int, MessageParser] = {}
         self._reasoning_texts: dict[int, list[str]] = {}
@@ -209,7 +207,7 @@ class ChatRun:
         else:
             outputs = engine.stream(self.prompt, self.params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
-            try:
+            with renaming(self._as_asked):
                 async for output in outputs:
                     self.num_cached_tokens = output.num_cached_tokens or 0
                     self.num_created_cache_tokens = _created_cache_tokens(engine.inputs, output)
@@ -217,8 +215,6 @@ class ChatRun:
                     pieces = await asyncio.to_thread(self._read, output) if long else self._read(output)
                     self._count_ended(output)
                     yield output, pieces
-            except RequestError as error:
-                raise self._as_asked(error) from None
 
     def _read(self, output: RequestOutput) -> list[Piece]:
         """Return a Piece for each completion of an output; update the counts of tokens."""

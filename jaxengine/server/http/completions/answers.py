@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answer.answers import ABSENT, Answer, NullBody, PromptLogprobs, RequestTimes, Usage
-from jaxengine.server.http.answer.weight_spans import WeightVersions
-
-FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+from jaxengine.server.http.answer.answers import (
+    ABSENT,
+    Answer,
+    FinishReason,
+    NullBody,
+    PromptLogprobs,
+    RequestTimes,
+    Usage,
+)
+from jaxengine.server.http.answer.sampling_mass import SampledChoice
 
 
 class CompletionLogprobs(Answer):
@@ -17,7 +23,7 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChunkChoice(Answer):
+class CompletionChunkChoice(SampledChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -25,15 +31,10 @@ class CompletionChunkChoice(Answer):
     stop_reason: int | str | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(SampledChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -43,11 +44,6 @@ class CompletionChoice(Answer):
     routed_experts: str | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    weight_versions: list[WeightVersions] = ABSENT
-    logprobs_raw: list[float] = ABSENT
-    logprobs_processed: list[float] = ABSENT
-    sampling_log_mass: list[float] = ABSENT
-    sampling_mask: list[list[int]] = ABSENT
     captured: str = ABSENT
 
 

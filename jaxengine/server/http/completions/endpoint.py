@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -25,6 +26,7 @@ from jaxengine.server.base.captured import check_captured
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder, read_prompts
+from jaxengine.server.base.workers import written
 from jaxengine.server.http.answer.answers import NULL_BODY, Error, answers
 from jaxengine.server.http.answer.interleave import interleave
 from jaxengine.server.http.answer.request_metrics import request_times, stream_times
@@ -158,7 +160,8 @@ class CompletionRun:
                 about["kv_transfer_params"] = output.kv_transfer_params
                 about["metrics"] = self._times(output)
                 for each in output.outputs:
-                    choices.append(writer.choice(prompt, output, each) | {"routed_experts": encoded_experts(each)})
+                    choice = await written(output, partial(writer.choice, prompt, output, each))
+                    choices.append(choice | {"routed_experts": encoded_experts(each)})
         choices.sort(key=lambda choice: choice["index"])
         choices = [{**NULL_CHOICE, "prompt_logprobs": None, **choice} for choice in choices]
         return {**self.head, "choices": choices, "usage": self._usage(), **about}
@@ -185,7 +188,7 @@ class CompletionRun:
             async for prompt, output in outputs:
                 chunks, times = [], self._times(output)
                 for each in output.outputs:
-                    choice = writer.choice(prompt, output, each)
+                    choice = await written(output, partial(writer.choice, prompt, output, each))
                     num_tokens[choice["index"]] += len(each.token_ids)
                     count, cached = num_tokens[choice["index"]], output.num_cached_tokens or 0
                     counts = {"usage": usage(len(output.prompt_token_ids), count, cached)} if always else {}

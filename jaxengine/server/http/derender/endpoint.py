@@ -102,9 +102,10 @@ def _note_names(
 
 
 async def _chat(server: ChatServer, body: DerenderChat, model: str, workers: Workers, ignored: list[str]) -> Response:
-    """Return the response to a DerenderChat. model: model name in it. workers: threads for slow parts. ignored: list to
-    which the names of chat_request's fields that have no effect for this model are added. Raises RequestError,
-    OverloadedError.
+    """Return the response to a DerenderChat: a chat completion, or with `stream` the chunk of an event (`_streamed`).
+    model: model name in it. workers: threads for slow parts. ignored: list to which the names of chat_request's fields
+    that have no effect for this model are added. Raises RequestError, also without a chat_request where the server has
+    parsers, OverloadedError.
     """
     given = body.generate_chunk or body.generate_response
     assert given is not None
@@ -130,8 +131,10 @@ async def _chat(server: ChatServer, body: DerenderChat, model: str, workers: Wor
 async def _completion(
     engine: EngineClient, config: ServerConfig, body: DerenderCompletion, model: str, workers: Workers
 ) -> Response:
-    """Return the response to a DerenderCompletion. model: model name in it. workers: threads for slow parts. Raises
-    RequestError, OverloadedError.
+    """Return the response to a DerenderCompletion: a completion, or with `stream` the chunk of an event (`_streamed`).
+    Without a completion_request all log-probabilities are listed. model: model name in it. workers: threads for slow
+    parts. Raises RequestError for no answers or more than max_prompts, for lists of another length, for fields that
+    need an engine, and as `_recording` does; OverloadedError.
     """
     given = [body.generate_chunk] if body.generate_chunk is not None else body.generate_responses or []
     if not given:
@@ -271,20 +274,20 @@ def _all_logprobs(given: Sequence[GivenAnswer | GivenChunk], max_logprobs: int, 
 
 
 def _refuse(fields: Mapping[str, Any]) -> None:
-    """Raise RequestError for fields of a request whose answer cannot be made from its tokens alone."""
+    """Raise RequestError if a request has echo or use_beam_search, which need more than the tokens of its answer."""
     for name in _REFUSED:
         if fields.get(name):
             raise RequestError(f"{name} is not possible for an answer of /inference/v1/generate", param=name)
 
 
 def _about(given: GivenAnswer) -> dict[str, Any]:
-    """Return the fields that an answer passes on as they are, without those that are None."""
+    """Return an answer's prompt_logprobs, kv_transfer_params and metrics by name, without those that are None."""
     names = ("prompt_logprobs", "kv_transfer_params", "metrics")
     return {name: value for name in names if (value := getattr(given, name)) is not None}
 
 
 def _usage(num_prompt_tokens: int, given: Sequence[GivenAnswer | GivenChunk]) -> dict[str, Any]:
-    """Return the usage object of complete answers."""
+    """Return the usage object of complete answers, whose tokens are counted; none is counted as cached."""
     number = sum(len(choice.token_ids or ()) for each in given for choice in each.choices)
     return usage(num_prompt_tokens, number, 0)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, SkipValidation
 
 from jaxengine.requests.output.outputs import Logprob, PositionLogprobs
 from jaxengine.requests.params.param_limits import MAX_STOP_CHARS
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.server.http.answer.answers import Answer
+from jaxengine.server.http.answer.answers import Answer, FinishReason
 from jaxengine.server.http.chat.answers import ChatCompletionChunk
 from jaxengine.server.http.completions.answers import CompletionChunk
 from jaxengine.server.http.request.fields import JsonObject, TokenIds
@@ -54,7 +54,7 @@ class GivenPiece(RequestModel):
     index: int = Field(ge=0)
     token_ids: TokenIds | None = None
     logprobs: GivenLogprobs | None = None
-    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] | None = None
+    finish_reason: FinishReason | None = None
     # As long as a stop string may be: the search for one prepares as many steps as it has characters.
     stop_reason: int | Annotated[str, Field(max_length=MAX_STOP_CHARS)] | None = None
 
@@ -74,7 +74,7 @@ class GivenPiece(RequestModel):
 class GivenChoice(GivenPiece):
     """A complete choice of /inference/v1/generate."""
 
-    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] | None = "stop"
+    finish_reason: FinishReason | None = "stop"
 
 
 class GivenUsage(RequestModel):
@@ -173,8 +173,8 @@ class DerenderedCompletionChunk(Answer):
 
 
 def require(body: DerenderChat | DerenderCompletion, whole: str) -> None:
-    """Raise RequestError unless a request has the field that `stream` asks for, and not the other's. whole: name of the
-    field with complete answers.
+    """Raise RequestError unless a request has the field `whole`, the one with complete answers, or with `stream`
+    generate_chunk in its place; also for stream_state without `stream`.
     """
     needed, other = ("generate_chunk", whole) if body.stream else (whole, "generate_chunk")
     if getattr(body, needed) is None:

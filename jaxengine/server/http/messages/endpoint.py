@@ -14,18 +14,17 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.output.outputs import CompletionOutput
 from jaxengine.requests.params.options import RequestOptions
-from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
-from jaxengine.server.http.answer.sse import answer, json_response, stream_events
+from jaxengine.server.http.answer.sse import answer, json_response, stream_events, typed_event
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.messages.answers import Message, MessageEvent, MessageTokens
-from jaxengine.server.http.messages.output import MessageWriter, Said, sse
+from jaxengine.server.http.messages.output import MessageWriter, Said
 from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.request.errors import ApiError, messages_error_body
+from jaxengine.server.http.request.errors import ApiError, messages_error_body, renaming
 from jaxengine.server.http.request.limits import JsonRoute, convert
 
 
@@ -52,12 +51,10 @@ class _Message:
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._moved: dict[str, Any] | None = None  # kv_transfer_params of the answer
         self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
-        try:
-            if chat.thinking_token_budget is None and _limits(server, body):
-                chat.thinking_token_budget = body.asked_budget
+        if chat.thinking_token_budget is None and _limits(server, body):
+            chat.thinking_token_budget = body.asked_budget
+        with renaming(body.as_asked):
             self._run = ChatRun(server, chat, name, options, is_stream=bool(body.stream))
-        except RequestError as error:
-            raise body.as_asked(error) from None
 
     async def prepare(self, ignored: list[str]) -> None:
         """Prepare the prompt, and append to `ignored` the fields, by Anthropic's names, that have no effect for this
@@ -65,10 +62,8 @@ class _Message:
 
         Raises RequestError with Anthropic's field names, OverloadedError.
         """
-        try:
+        with renaming(self._body.as_asked):
             await self._run.prepare()
-        except RequestError as error:
-            raise self._body.as_asked(error) from None
         names = {"reasoning_effort": "thinking" if self._body.disables_thinking else "output_config.effort"}
         ignored += [names.get(name, name) for name in self._run.ignored]
 
@@ -93,16 +88,16 @@ class _Message:
                     begun, usage = True, {**self._usage(), "output_tokens": 0}
                     message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
                     said = [{"type": "message_start", "message": message}, *said]
-                yield b"".join(map(sse, said))
-        yield sse({"type": "message_delta", "delta": self._stop, "usage": self._usage()})
-        yield sse({"type": "message_stop"})
+                yield b"".join(map(typed_event, said))
+        yield typed_event({"type": "message_delta", "delta": self._stop, "usage": self._usage()})
+        yield typed_event({"type": "message_stop"})
 
     async def _events(self) -> AsyncGenerator[list[Said], None]:
         """Run the message and yield, for each output, Anthropic's events of its content blocks. Sets the stop reason at
         the end. Raises the errors of `stream`.
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
-            try:
+            with renaming(self._body.as_asked):
                 async for whole, outputs in pieces:
                     said: list[Said] = []
                     self._moved = whole.kv_transfer_params
@@ -114,8 +109,6 @@ class _Message:
                             if self._calls(output):
                                 self._stop = {"stop_reason": "tool_use", "stop_sequence": None}
                     yield said
-            except RequestError as error:
-                raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
         """Set the stop reason for an output that has ended: "max_tokens" for "length", "pause_turn" for "abort",
@@ -186,10 +179,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         await choose_model(engine, body.model, names)
         chat = await _read(server, body, request)
-        try:
+        with renaming(body.as_asked):
             ids = await server.renderer.token_ids(chat)
-        except RequestError as error:
-            raise body.as_asked(error) from None
         return json_response({"input_tokens": len(ids)})
 
     return routes
@@ -215,4 +206,4 @@ async def _read(server: ChatServer, body: Conversation, request: Request) -> Cha
 
 def _failed(error: ApiError) -> bytes:
     """Return the error that ends a stream, encoded as one of Anthropic's events."""
-    return sse(messages_error_body(error))
+    return typed_event(messages_error_body(error))

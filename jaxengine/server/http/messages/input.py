@@ -62,7 +62,7 @@ def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str,
         (place, key)
         for place, block in blocks
         if isinstance(block, dict)
-        for key in ("cache_control", "is_error", _kind(block))
+        for key in ("cache_control", "is_error", str(block.get("type")))
         if (key in ("cache_control", "is_error") and block.get(key)) or _LEFT_OUT.fullmatch(key)
     )
     yield from (f"{place}.{key}" for place, key in found)
@@ -72,12 +72,6 @@ def _is_for_accounts(block: Any) -> bool:
     """Whether an instruction, a text or a text block, is the line for Anthropic's accounting."""
     text = block.get("text") if isinstance(block, dict) else block
     return isinstance(text, str) and text.startswith(_ACCOUNTS)
-
-
-def _kind(block: dict[str, Any]) -> str:
-    """Return a block's type; "" if it has none or it is not a text."""
-    kind = block.get("type")
-    return kind if isinstance(kind, str) else ""
 
 
 def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:

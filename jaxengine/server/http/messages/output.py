@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.parsers.scan.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart
-from jaxengine.server.http.answer.sse import event
 from jaxengine.tokens.cut_json import read_cut_json
 
 Said = dict[str, Any]
@@ -117,8 +116,3 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def sse(said: Said) -> bytes:
-    """Return one of Anthropic's events encoded as a server-sent event."""
-    return b"event: %b\n%b" % (said["type"].encode(), event(said))

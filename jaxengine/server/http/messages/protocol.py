@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, SHARED, ChatRequest, Messages
 from jaxengine.server.http.messages.input import left_out_blocks, read_messages
 from jaxengine.server.http.messages.tools import (
     DefinedTool,
@@ -18,13 +18,11 @@ from jaxengine.server.http.messages.tools import (
     ignored_keys,
     tools_in_effect,
 )
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.kv_transfer import TransferParams
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
-# Fields that a chat request has under the same name.
-_SAME = ConversationRequest.model_fields.keys() - {"model", "request_id"}
 # Type of tool_choice -> the chat request's tool_choice; then field of the chat request -> field of this API.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
@@ -141,10 +139,8 @@ class Conversation(RequestModel):
         """Return the equivalent chat completion request. Raises RequestError with this API's field names, also if it
         would have too many messages: `system` and each tool result are messages of their own there.
         """
-        try:
+        with renaming(self.as_asked):
             return ChatRequest.of(self._chat_fields())
-        except RequestError as error:
-            raise self.as_asked(error) from None
 
     def as_asked(self, error: RequestError) -> RequestError:
         """Return an error of the chat request with the name of this request's field; the error itself if its name is
@@ -234,7 +230,7 @@ class MessagesRequest(Conversation, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        """Return this request after checking it. Raises RequestError for both names of one field."""
+        """Return this request. Raises RequestError for stop with stop_sequences, and for two limits of reasoning."""
         if self.stop_sequences is not None and self.stop is not None:
             raise RequestError("stop_sequences and stop are the same; give one", param="stop_sequences")
         if self.asked_budget is not None and self.thinking_token_budget is not None:
@@ -246,7 +242,7 @@ class MessagesRequest(Conversation, ConversationRequest):
         """Return the fields of the equivalent chat request, by name, sampling fields included. Raises RequestError for
         messages, blocks or a tool_choice that are not allowed.
         """
-        fields = {name: getattr(self, name) for name in (*_SAME, "kv_transfer_params")}
+        fields = {name: getattr(self, name) for name in (*SHARED, "kv_transfer_params")}
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}

@@ -76,7 +76,7 @@ def chat_tool(tool: MessagesTool) -> dict[str, Any]:
 def tools_in_effect(tools: Sequence[Any], messages: Sequence[dict[str, Any]]) -> list[Any]:
     """Return the tools that the model may call at the end of a conversation: those of the request, in their order, then
     those that messages define. A tool that is added is no longer deferred; one that is removed is left out, until it is
-    added again. Of tools with the same name, a change of it is one of the last function, and a removal one of all.
+    added again. If several tools have one name, an addition changes the last function, and a removal removes all.
 
     tools: MessagesTool and DefinedTool. messages: as given. Raises RequestError for a change of another form than
     {"type": ..., "tool": {"type": "tool_reference", "name": ...}} or, to add a function, {"type": "tool_definition",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.pooling.answers import EmbeddingsByType
 from jaxengine.server.http.pooling.protocol import CohereEmbedRequest
 from jaxengine.server.http.pooling.run import Later, PooledAnswer, PoolingServer
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.limits import JsonRoute
 
 # Fields of /v1/embeddings, by which the checks that both routes have name what is wrong -> Cohere's fields.
@@ -41,12 +41,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
         _, lora = await choose_model(engine, body.model, names)
         name = body.register("embd", request)
-        with _cohere_names(body):
+        with renaming(partial(_as_asked, body)):
             prompts, params = await _prompts(body, server)
 
         async def whole() -> Response:
             """Run the prompts and return the response."""
-            with _cohere_names(body):
+            with renaming(partial(_as_asked, body)):
                 found = await server.answers(prompts, params, body, name, body.options(request, config, lora))
             _check_lengths(body, [len(each.prompt_token_ids) for each in found])
             return await server.writers.run(_response, body, name, found)
@@ -56,17 +56,11 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     return routes
 
 
-@contextlib.contextmanager
-def _cohere_names(body: CohereEmbedRequest) -> Iterator[None]:
-    """Raise a RequestError of the block about a field of /v1/embeddings as one about the field of `body`."""
-    try:
-        yield
-    except RequestError as error:
-        field = (error.param or "").partition("[")[0]
-        name = ("inputs" if body.images is None else "images") if field == "messages" else _NAMES.get(field)
-        if name is None:
-            raise
-        raise renamed(error, name) from None
+def _as_asked(body: CohereEmbedRequest, error: RequestError) -> RequestError:
+    """Return an error about a field of /v1/embeddings as one about the field of `body`; other errors unchanged."""
+    field = (error.param or "").partition("[")[0]
+    name = ("inputs" if body.images is None else "images") if field == "messages" else _NAMES.get(field)
+    return error if name is None else renamed(error, name)
 
 
 async def _prompts(

@@ -276,7 +276,7 @@ class CohereEmbedRequest(NamedRequest):
 
 
 def _is_part(part: Any) -> bool:
-    """Whether a part of a content is a text or an image."""
+    """Whether a part of a content is a text or an image, an object with its type and the field of that name alone."""
     kind = part.get("type") if isinstance(part, dict) else None
     return kind in ("text", "image_url") and part.keys() == {"type", kind}
 

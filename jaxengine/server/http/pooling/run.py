@@ -87,14 +87,18 @@ class PoolingServer:
         self.writers = Workers(max_waiting=sys.maxsize)  # vectors that are computed are never refused
 
     async def prompts(self, body: InputBody, params: PoolingParams) -> Sequence[list[int] | Later]:
-        """Return the prompts of `encode_input`, or one of each conversation in messages.
+        """Return the prompts of `input`, by `encode_given`, or one of each conversation in messages.
 
-        Raises its errors, and RequestError for conversations that cannot be rendered and media that cannot be used.
+        Raises RequestError for another form of input, too many prompts, prompts that are too long, conversations that
+        cannot be rendered, media that cannot be used, and mm_processor_kwargs without media; OverloadedError.
         """
-        conversations = body.conversations(self.config.max_prompts)
+        inputs, most = self.engine.inputs, self.config.max_prompts
+        conversations = body.conversations(most)
         found: Sequence[list[int] | Later]
         if conversations is None:
-            found = await self.encode_input(body, params)
+            longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
+            given = read_prompts(body.input, most, inputs, longest, param="input")
+            found = await self.encode_given(given, body, params, special=body.add_special_tokens is not False)
         else:
             found = [await self._conversation(each, body) for each in conversations]
         if body.mm_processor_kwargs and not any(map(callable, found)):
@@ -149,18 +153,6 @@ class PoolingServer:
         if not 1 <= count <= longest:
             raise prompt_length_error(param, count, longest, longest)
         return ready
-
-    async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Return the token ids of each prompt of `input`, truncated if the request has truncate_prompt_tokens. The
-        model's prompt that `params` name is prepended to texts.
-
-        Raises RequestError for another form of input, for too many prompts and for prompts that are too long,
-        OverloadedError.
-        """
-        inputs = self.engine.inputs
-        longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
-        given = read_prompts(body.input, self.config.max_prompts, inputs, longest, param="input")
-        return await self.encode_given(given, body, params, special=body.add_special_tokens is not False)
 
     async def _encode_messages(self, body: InputBody, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Return (the text, the token ids) of a conversation by the chat template. Its media have been collected.

@@ -105,7 +105,9 @@ class LimitsMiddleware:
             self._num_held -= num_held
             num_held = 0
             if message["type"] == "http.response.start":
-                drains = message["status"] in _DRAINED and not whole and not _waits_to_send(scope)
+                # With "Expect: 100-continue" the client sends no body before the server has agreed.
+                waits = any(name == b"expect" for name, _ in scope["headers"])
+                drains = message["status"] in _DRAINED and not whole and not waits
             elif drains and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 await self._drain(receive)
@@ -201,8 +203,3 @@ def is_streamed(scope: Scope) -> bool:
     kind = STREAMED.get(scope["path"].removeprefix(scope.get("root_path", "")))
     given = (value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type")
     return kind is not None and kind in given
-
-
-def _waits_to_send(scope: Scope) -> bool:
-    """Whether the client sends the body only after the server has agreed (Expect: 100-continue)."""
-    return any(name == b"expect" for name, _ in scope["headers"])

@@ -6,11 +6,12 @@ Internals of the server are not disclosed. All responses other than success are 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -147,6 +148,15 @@ def renamed(error: RequestError, name: str) -> RequestError:
     if error.param and message.startswith(error.param):
         message = name + message[len(error.param) :]
     return RequestError(message, param=name, value=error.value)
+
+
+@contextlib.contextmanager
+def renaming(rename: Callable[[RequestError], RequestError]) -> Iterator[None]:
+    """Context manager that raises `rename(error)` in place of a RequestError of its block."""
+    try:
+        yield
+    except RequestError as error:
+        raise rename(error) from None
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

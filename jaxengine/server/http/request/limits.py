@@ -72,14 +72,14 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             """Answer a request. Raises ApiError (415) for a body that is not application/json or is compressed."""
             headers = request.headers
-            if may_lack and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
-                return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise ApiError(415, "Content-Type must be application/json")
-            coding = request.headers.get("content-encoding", "identity")
-            if coding.strip().lower() not in ("", "identity"):
-                raise ApiError(415, f"Content-Encoding is {coding[:40]!r}; allowed: identity, a body as it is")
+            is_empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+            if not (may_lack and is_empty):
+                kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "application/json":
+                    raise ApiError(415, "Content-Type must be application/json")
+                coding = headers.get("content-encoding", "identity")
+                if coding.strip().lower() not in ("", "identity"):
+                    raise ApiError(415, f"Content-Encoding is {coding[:40]!r}; allowed: identity, a body as it is")
             return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
 
         return handle_json

@@ -388,8 +388,8 @@ class TextRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """Return this request after checking it. Raises RequestError for fields that need or exclude each other, and
-        for an invalid truncate_prompt_tokens.
+        """Return this request. Raises RequestError for stream_options without stream, prompt_logprobs with it, lists of
+        token ids without the logprobs that they extend, an invalid truncate_prompt_tokens, and as `_check_beams` does.
         """
         if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
@@ -24,13 +24,13 @@ from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import answers
 from jaxengine.server.http.answer.request_metrics import request_times
-from jaxengine.server.http.answer.sse import answer, json_response, stream_events
+from jaxengine.server.http.answer.sse import answer, json_response, stream_events, typed_event
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.lists import there
 from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.auth import check_query
-from jaxengine.server.http.request.errors import as_api_error, error_body
+from jaxengine.server.http.request.errors import as_api_error, error_body, renaming
 from jaxengine.server.http.request.limits import JsonRoute, convert
 from jaxengine.server.http.responses.answers import (
     DeletedResponse,
@@ -39,7 +39,7 @@ from jaxengine.server.http.responses.answers import (
     ResponseStreamEvent,
     ResponseTokens,
 )
-from jaxengine.server.http.responses.following import encoded, followed
+from jaxengine.server.http.responses.following import followed
 from jaxengine.server.http.responses.head import raw_message, response_head
 from jaxengine.server.http.responses.input import left_out_items, named_items, read_input
 from jaxengine.server.http.responses.keeping import (
@@ -65,7 +65,7 @@ _MEMORY_BYTES = 1 << 30
 
 
 class _Making:
-    """Response that is being generated. A context manager, which releases the memory at its end.
+    """Response that is being generated.
 
     Attributes:
       id: id of the response and of its engine request.
@@ -95,11 +95,9 @@ class _Making:
         self.earlier = earlier
         self.held = held
         self._tokenizer = server.engine.inputs.require_tokenizer()
-        try:
+        with renaming(as_response_error):
             chat = body.chat_request([*earlier, *question])
             self._run = ChatRun(server, chat, response_id, options, is_stream=bool(body.stream))
-        except RequestError as error:
-            raise as_response_error(error) from None
         wants_logprobs = body.wants_logprobs and not self._run.hides_tokens
         self._num_logprobs = (body.top_logprobs or 0) if wants_logprobs else None
         self._has_times = server.config.enable_per_request_metrics
@@ -111,22 +109,12 @@ class _Making:
         self._origins = body.callables.origins
         self.writer = ResponseWriter(head, self._origins, encrypted=ENCRYPTED in (body.include or ()))
 
-    def __enter__(self) -> Self:
-        """Return self; leaving the context releases the memory."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Release the memory held for the conversation."""
-        self.held.release()
-
     async def prepare(self, ignored: list[str]) -> None:
         """Prepare the prompt, and append "reasoning" to `ignored` if that field has no effect for this model. Raises
         RequestError with ResponsesRequest's field names, OverloadedError.
         """
-        try:
+        with renaming(as_response_error):
             await self._run.prepare()
-        except RequestError as error:
-            raise as_response_error(error) from None
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self, said: list[Said]) -> AsyncGenerator[list[Said], None]:
@@ -136,7 +124,7 @@ class _Making:
         said: events that the first output's follow in its list.
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
-            try:
+            with renaming(as_response_error):
                 async for whole, outputs in pieces:
                     for output, events in outputs:
                         if self._written is not None:
@@ -149,8 +137,6 @@ class _Making:
                             said += self._end(output.finish_reason, output.stop_reason)
                     yield said
                     said = []
-            except RequestError as error:
-                raise as_response_error(error) from None
 
     def _about(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of the response that its last output completes: its times if the server measures them, and
@@ -215,11 +201,6 @@ class _Making:
         return self.writer.close("failed", self.usage(), {"code": "server_error", "message": why})
 
 
-def _owner(request: Request) -> str:
-    """Return the owner of the request's responses: the client, identified by its key."""
-    return request.state.owner
-
-
 class _Responses:
     """Objects shared by all responses of this process. Stored responses are in `app.state.store`."""
 
@@ -243,7 +224,7 @@ class _Responses:
         response_id = body.register("resp", request)
         held = self._memory.hold()
         try:
-            body.input = await with_items(body.input, _store(request), _owner(request), held)
+            body.input = await with_items(body.input, _store(request), request.state.owner, held)
             making, keeper = await self._make(body, request, response_id, model, lora, held)
             request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
             await making.prepare(request.state.ignored_fields)
@@ -269,7 +250,7 @@ class _Responses:
         it after an error. Raises RequestError, also for a request_id in use and for a conversation that must be stored
         and is too large, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
         """
-        owner, store = _owner(request), _store(request)
+        owner, store = request.state.owner, _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
         if body.request_id is not None and await store.find(response_id, owner) is not None:
             raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
@@ -297,7 +278,7 @@ class _Responses:
         name = body.previous_response_id
         if name is None:
             return (), 0
-        store, owner = _store(request), _owner(request)
+        store, owner = _store(request), request.state.owner
         if there(await store.find(name, owner), "response", name, "previous_response_id").is_running:
             text = "previous_response_id is of a response that is not complete"
             raise RequestError(text, param="previous_response_id")
@@ -308,31 +289,35 @@ class _Responses:
         """Generate a response to its end, store it if there is a keeper (a failure of that is only logged), and return
         it. Releases its memory in every case. Raises the errors of `making.events`.
         """
-        with making:
+        try:
             async with contextlib.aclosing(making.events([])) as events:
                 async for _ in events:
                     continue
             if keeper is not None:
                 await keeper.keep(making, making.writer.response)
             return json_response(making.writer.response)
+        finally:
+            making.held.release()
 
     async def _stream(self, making: _Making, keeper: Keeper | None) -> AsyncGenerator[bytes, None]:
         """Generate a response and yield its events, encoded. It is stored, if there is a keeper, before its last event
         is yielded. Releases its memory in every case. Raises the errors of `making.events`.
         """
-        with making:
+        try:
             # An error before the first output is the answer's status, which the first event would end.
             async with contextlib.aclosing(making.events(making.writer.open())) as events:
                 async for said in events:
                     if keeper is not None and making.writer.response["status"] != "in_progress":
                         await keeper.keep(making, making.writer.response)
-                    yield b"".join(map(encoded, said))
+                    yield b"".join(map(typed_event, said))
+        finally:
+            making.held.release()
 
     async def follow(self, request: Request, response_id: str, number: int = -1) -> Response:
-        """Return the stream of a response in the background, from the event after `number` on. It goes on if its client
-        leaves.
+        """Return the stream of a stored response's events after `number`. If the client leaves, the generation goes on.
+        Raises EngineDeadError if the store is down before the first event.
         """
-        events = followed(_store(request), response_id, _owner(request), number)
+        events = followed(_store(request), response_id, request.state.owner, number)
         return await stream_events(request, events, self._config, done=b"")
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> dict[str, Any]:
@@ -393,12 +378,11 @@ class _Responses:
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
         held = self._memory.hold()
         try:
-            body.input = await with_items(body.input, _store(request), _owner(request), held)
+            body.input = await with_items(body.input, _store(request), request.state.owner, held)
             earlier, _ = await self._earlier(body, request, held)
-            chat = body.chat_request([*earlier, *await convert(request, read_input, body.input)])
-            ids = await self.server.renderer.token_ids(chat)
-        except RequestError as error:
-            raise as_response_error(error) from None
+            with renaming(as_response_error):
+                chat = body.chat_request([*earlier, *await convert(request, read_input, body.input)])
+                ids = await self.server.renderer.token_ids(chat)
         finally:
             held.release()
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
@@ -411,7 +395,7 @@ class _Responses:
         """
         held = self._memory.hold()
         try:
-            _, shown = await read_back(_store(request), response_id, _owner(request), part, held, use)
+            _, shown = await read_back(_store(request), response_id, request.state.owner, part, held, use)
             return Response(shown, media_type="application/json")
         finally:
             held.release()
@@ -449,7 +433,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         if starting_after is not None and not stream:
             raise RequestError("starting_after is only allowed with stream=true", param="starting_after")
         if stream:
-            found = there(await _store(request).find(response_id, _owner(request)), "response", response_id)
+            found = there(await _store(request).find(response_id, request.state.owner), "response", response_id)
             if not found.is_streamed:
                 raise RequestError("only a response made with background and stream can be streamed", param="stream")
             return await responses.follow(request, response_id, -1 if starting_after is None else starting_after)
@@ -483,7 +467,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         has ended already is returned as it is. Raises RequestError for one made otherwise, ApiError (404) without a
         response.
         """
-        owner, store = _owner(request), _store(request)
+        owner, store = request.state.owner, _store(request)
         if not there(await store.find(response_id, owner), "response", response_id).background:
             raise RequestError("Cannot cancel a synchronous response: it needs background", param="response_id")
         there(await store.stop(response_id, owner), "response", response_id)
@@ -493,7 +477,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
         """Remove a stored response, and end its generation. Raises ApiError (404) if there is none."""
-        there(await _store(request).delete(response_id, _owner(request)), "response", response_id)
+        there(await _store(request).delete(response_id, request.state.owner), "response", response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.server.http.answer.sse import event
+from jaxengine.server.http.answer.sse import typed_event
 from jaxengine.server.http.responses.output import Said
 from jaxengine.server.stored.events import NumberedEvent
 from jaxengine.server.stored.records import Responses
 
 
-def encoded(said: Said) -> bytes:
-    """Return a stream event of a response as a server-sent event."""
-    return b"event: %b\n%b" % (said["type"].encode(), event(said))
-
-
 def numbered(said: Sequence[Said]) -> list[NumberedEvent]:
     """Return stream events with their numbers, encoded, as they are stored."""
-    return [(each["sequence_number"], encoded(each)) for each in said]
+    return [(each["sequence_number"], typed_event(each)) for each in said]
 
 
 async def followed(store: Responses, response_id: str, owner: str, number: int) -> AsyncGenerator[bytes, None]:

@@ -19,7 +19,7 @@ def response_head(
     input_messages and output_messages. store: whether the response is stored. params: the engine's sampling parameters,
     which supply temperature, top_p and penalties.
     """
-    plain = {"format": {"type": "text"}}
+    plain, choice = {"format": {"type": "text"}}, body.tool_choice or "auto"
     text = {} if body.text is None else body.text.model_dump(exclude={"format"}, exclude_none=True)
     if body.text is not None and body.text.format is not None:
         text["format"] = _shown_format(body.text.format)
@@ -48,19 +48,13 @@ def response_head(
         "store": store,
         "temperature": params.temperature,
         "text": {**plain, **text},
-        "tool_choice": _shown_choice(body),
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [_shown_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-
-
-def _shown_choice(body: ResponsesRequest) -> Any:
-    """Return tool_choice as it appears in the response: a text, "auto" by default, or a dict."""
-    choice = body.tool_choice or "auto"
-    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _shown_format(asked: Format) -> dict[str, Any]:

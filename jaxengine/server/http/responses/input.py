@@ -59,7 +59,8 @@ def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
-    return [{"id": f"item_{secrets.token_hex(16)}", "type": "message", **item} for item in items]
+    named = ((item.get("id") or f"item_{secrets.token_hex(16)}", item) for item in items)
+    return [{"id": name, "type": "message", **item} | {"id": name} for name, item in named]
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from fastapi import Request
 from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
-from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages
-from jaxengine.server.http.request.errors import renamed
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, SHARED, ChatRequest, Messages
+from jaxengine.server.http.request.errors import renamed, renaming
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, TokenIds, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 from jaxengine.server.http.responses.tools import (
@@ -25,16 +25,6 @@ from jaxengine.server.http.responses.tools import (
     read_additional_tools,
 )
 
-# Values of `include`.
-LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Values of `include` about calls that this server never makes; they have no effect.
-_NEVER_MADE = (
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-)
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -44,13 +34,15 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+# Values of `include`; those about calls that this server never makes have no effect.
+LOGPROBS, ENCRYPTED, *_NEVER_MADE = get_args(Includable)
 Summary = Literal["none", "auto", "concise", "detailed"]
 Repeated = Annotated[str, Field(max_length=1024)]
 # Fields that a chat request has under the same name.
 _SAME = {
     *("chat_template_kwargs", "include_reasoning", "mm_processor_kwargs", "parallel_tool_calls"),
     *("spaces_between_special_tokens", "stop_token_ids"),
-    *(ConversationRequest.model_fields.keys() - {"model", "request_id"}),
+    *SHARED,
 }
 # Field of the chat request -> field of this API.
 _NAMES = {
@@ -236,10 +228,8 @@ class ResponsesRequest(ConversationRequest):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }
-        try:
+        with renaming(as_response_error):
             return ChatRequest.of(fields, self.callables.text_forms)
-        except RequestError as error:
-            raise as_response_error(error) from None
 
     def _tool_choice(self) -> Any:
         """Return the tool_choice of the chat request; None for the default, and for "auto" without functions. Raises

@@ -18,6 +18,7 @@ async def with_items(
     items: str | Sequence[dict[str, Any]], store: Responses, owner: str, held: Held
 ) -> str | list[dict[str, Any]]:
     """Return a request's `input` with each reference replaced by the item of a response's output that it names.
+    A reference is an item of type item_reference, or with nothing but an id.
 
     owner: the client, who finds only its own responses. held: takes the bytes of the responses, each once. Raises
     RequestError for a reference without an id, and for a second one to the same item; ApiError (404) for an item that
@@ -29,7 +30,8 @@ async def with_items(
     seen: set[str] = set()
     found: list[dict[str, Any]] = []
     for number, item in enumerate(items):
-        if not _is_reference(item):
+        kind = item.get("type")
+        if kind != _KIND and (kind is not None or item.keys() - {"type"} != {"id"}):
             found.append(item)
             continue
         item_id = item.get("id")
@@ -47,8 +49,3 @@ async def with_items(
             outputs[response_id] = {each["id"]: each for each in response["output"]}
         found.append(there(outputs[response_id].get(item_id), "item", item_id, "input"))
     return found
-
-
-def _is_reference(item: dict[str, Any]) -> bool:
-    """Return whether an input item is a reference: of that type, or nothing but an id."""
-    return item.get("type") == _KIND or (item.get("type") is None and item.keys() - {"type"} == {"id"})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 
 import grpc
 import pytest
 
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.server.grpc import answers
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.client import Client, bad_fields
 from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub
@@ -193,7 +195,10 @@ def test_the_client_class(chat_engine):
     asyncio.run(run())
 
 
-async def test_score_is_the_prompts_logprobs(chat_engine):
+async def test_score_is_the_prompts_logprobs(chat_engine, monkeypatch):
+    threads, write = set(), answers._write_scores
+    monkeypatch.setattr(answers, "_write_scores", lambda *a: threads.add(threading.current_thread()) or write(*a))
+    monkeypatch.setattr("jaxengine.server.base.workers._MANY_POSITIONS", 10)
     text = "The capital of France is Paris. " * 6
     expected = (await final(chat_engine, text, max_tokens=1, prompt_logprobs=2)).prompt_logprobs[1:]
     async with connected(chat_engine) as (_, stub):
@@ -203,6 +208,7 @@ async def test_score_is_the_prompts_logprobs(chat_engine):
         # Of more characters than fit, which are not all read.
         long = await stub.Score(pb.ScoreRequest(text=text * 500, truncate_prompt_tokens=3))
         whole = await refusal(stub.Score(pb.ScoreRequest(text=text * 500, truncate_prompt_tokens=1000)))
+    assert threads - {threading.current_thread()}  # other calls do not wait for many
     scored = [next(iter(position.values())) for position in expected]
     for info in (answer.prompt_info, plain.prompt_info):
         assert info.logprobs[1:] == pytest.approx([score.logprob for score in scored], abs=1e-4)

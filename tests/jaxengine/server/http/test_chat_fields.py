@@ -357,4 +357,4 @@ async def test_advice_can_be_followed(app, fields, said):
 
 def test_variables_of_a_template_are_not_keys_of_messages():
     template = "{% if thinking %}{{ message.enable_thinking }}{{ part['reasoning_effort'] }}{% endif %}"
-    assert prompt._thinking_names(template) == {"thinking"}
+    assert {*prompt._THINKING.findall(template)} == {"thinking"}

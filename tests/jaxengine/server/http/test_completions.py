@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import socket
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ from jaxengine.server.http.answer.answers import RequestTimes
 from jaxengine.server.http.answer.sse import DONE, stream_events
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.endpoint import _without_output
+from jaxengine.server.http.request.json_logprobs import json_position
 from jaxengine.server.processes.sockets import cut_unread, listen
 from tests.jaxengine.server.asgi_client import Connection, Recorder, http_client, idle, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
 IDS = [504, 3575, 282, 260]
+SCORED = {"prompt_logprobs": 1, "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -332,12 +335,35 @@ async def test_models(app):
     assert (await post(app, PATH, prompt="x", model="no/such")).error["type"] == "NotFoundError"
 
 
+async def test_other_clients_do_not_wait_for_many_log_probabilities(app, monkeypatch):
+    """They are written on a thread: those of a prompt of 100,000 tokens take more than a second."""
+    here, threads, workers = threading.current_thread(), set(), "jaxengine.server.base.workers"
+    for module in ("completions.output", "chat.output", "generate"):
+        where = f"jaxengine.server.http.{module}.json_position"
+        monkeypatch.setattr(where, lambda each: threads.add(threading.current_thread()) or json_position(each))
+    for most, on_loop in ((1000, True), (len(IDS) - 1, False)):
+        monkeypatch.setattr(f"{workers}._MANY_POSITIONS", most)
+        for path, fields in (
+            (PATH, {"prompt": IDS, **SCORED}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **SCORED}),
+            ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": SCORED}),
+        ):
+            threads.clear()
+            assert (await post(app, path, **fields)).status == 200 and threads
+            assert (here in threads) == on_loop, path
+
+
 async def test_tokens_and_back(app, chat_engine, monkeypatch):
     tokenizer = chat_engine.inputs.tokenizer
     text = "Grüße <|im_end|> 你好"
+    real, threads = tokenizer.convert_ids_to_tokens, set()
+    monkeypatch.setattr(
+        tokenizer, "convert_ids_to_tokens", lambda ids: threads.add(threading.current_thread()) or real(ids)
+    )
     answer = (await post(app, "/tokenize", prompt=text, return_token_strs=True)).json
     assert answer["tokens"] == tokenizer.encode(text) and answer["count"] == len(answer["tokens"])
     assert len(answer["token_strs"]) == answer["count"] and answer["max_model_len"] == 256
+    assert threads and threading.current_thread() not in threads
     assert (await post(app, "/detokenize", tokens=answer["tokens"])).json == {"prompt": text}
     messages = [{"role": "user", "content": "hi"}]
     answer = (await post(app, "/tokenize", messages=messages, add_generation_prompt=False)).json

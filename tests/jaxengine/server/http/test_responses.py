@@ -365,7 +365,7 @@ async def test_a_name_that_is_taken_is_refused(app, client):
 
 
 async def test_what_a_response_was_asked_with(client, app):
-    items = [{"role": "user", "content": f"Say {number}"} for number in range(3)]
+    items = [{"role": "user", "content": f"Say {number}", "id": None} for number in range(3)]
     fields = {"presence_penalty": 0.5, **ASK["extra_body"]}
     response = await client.responses.create(**{**ASK, "input": items, "extra_body": fields}, top_logprobs=0)
     shown = response.model_dump()
