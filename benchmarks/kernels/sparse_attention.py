@@ -223,7 +223,7 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
 
 
 def _own(ptx: str) -> bool:
-    """Whether a PTX file has one of the kernels."""
+    """Return whether a PTX file has one of the kernels."""
     return any(f".entry {name}" in ptx for name in ("selected_rows", "index_scores"))
 
 

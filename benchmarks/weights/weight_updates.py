@@ -126,7 +126,7 @@ def moved(array: np.ndarray, number: int) -> np.ndarray:
 
 
 def is_third(name: str) -> bool:
-    """Whether a tensor belongs to a layer whose index is a multiple of three."""
+    """Return whether a tensor belongs to a layer whose index is a multiple of three."""
     return ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) % 3 == 0
 
 

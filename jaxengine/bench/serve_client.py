@@ -347,8 +347,8 @@ def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
 
 
 def _brings_output(choice: dict[str, Any]) -> bool:
-    """Whether a choice in a chunk carries output: text, reasoning, tool calls, or a token whose character is still
-    incomplete.
+    """Return whether a choice in a chunk carries output: text, reasoning, tool calls, or a token whose character is
+    still incomplete.
 
     Such a token is a chunk with none of the others. It is recognised by exclusion: the chunk that opens a chat has a
     role, and the one that closes an output a finish_reason.

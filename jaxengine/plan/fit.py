@@ -130,8 +130,8 @@ def _length(ranked: Ranked) -> int:
 
 
 def _holds_weights(ranked: Ranked) -> bool:
-    """Whether the weights of a split take less than the budget of a device in every stage; False if it could not be
-    planned.
+    """Return whether the weights of a split take less than the budget of a device in every stage; False if it could not
+    be planned.
     """
     plan = ranked.plan
     return plan is not None and all(stage.sizes(0).weights < plan.budget for stage in plan.stages)

@@ -133,7 +133,7 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
 
 @functools.cache
 def wide_vectors() -> bool:
-    """Whether the processor has vectors of 512 bits, AVX-512F. Raises ImportError without llvmlite."""
+    """Return whether the processor has vectors of 512 bits, AVX-512F. Raises ImportError without llvmlite."""
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
     return bool(llvm.get_host_cpu_features().get("avx512f"))

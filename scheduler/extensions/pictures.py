@@ -235,7 +235,7 @@ class EncoderRows:
         return self._began.get(slot, self._generation), item.digest
 
     def _tower(self, item: MediaItem) -> bool:
-        """Whether the second tower, that of sounds, encodes an item."""
+        """Return whether the second tower, that of sounds, encodes an item."""
         return self._most[True] > 0 and item.modality == AUDIO
 
     def _leave(self, slot: int, key: _Key) -> None:

@@ -467,7 +467,7 @@ def _limit(spec: AttentionSpec) -> str:
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a shape has more than one axis longer than 1."""
+    """Return whether a shape has more than one axis longer than 1."""
     return sum(size > 1 for size in shape) > 1
 
 

@@ -61,8 +61,8 @@ def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int
 
 
 def has_runs(num_tokens: int, num_seqs: int) -> bool:
-    """Whether a batch of num_tokens tokens and num_seqs rows needs the tiles `runs`: whether it has more tokens than
-    rows.
+    """Return whether a batch of num_tokens tokens and num_seqs rows needs the tiles `runs`: whether it has more tokens
+    than rows.
     """
     return num_tokens > num_seqs
 
