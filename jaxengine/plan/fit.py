@@ -53,8 +53,8 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
     Candidates are tried in this order, and the first that fits is taken: the best split with the whole context, or with
     LEAST_LENGTH tokens of it; the same with half as many sequences and tokens a step, and so on; then the longest
     context that fits. A max_model_len that is left open becomes "auto": the engine itself finds the longest that fits.
-    Has jax's client take its share of CUDA cards (`claim_card`). devices: candidates; None for `jax.devices()`. mesh:
-    the user's mesh, which must be None.
+    Has jax's client take its share of CUDA cards (`claim_card`), after binding this process if numa_bind is set.
+    devices: candidates; None for `jax.devices()`. mesh: the user's mesh, which must be None.
 
     Raises:
       ConfigError: nothing fits, options contradict the model or each other, or a mesh is given.

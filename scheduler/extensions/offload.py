@@ -254,8 +254,7 @@ class Offload(SchedulerExtension):
         return not self.store.has(key) and (least < 2 or self._num_lookups.get(key[:32], 0) >= least)
 
     def _is_still_blocked(self, request: Request) -> bool:
-        """Return whether a request's load had no room when it was looked for last, and still has none on any replica.
-        """
+        """Return whether a request's load had no room when last looked for, and still has none on any replica."""
         if self._blocked is None or self._blocked[0] is not request:
             return False
         return not any(room.rank.is_open and room.fits(self._blocked[1]) for room in self.rooms)
