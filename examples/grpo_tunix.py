@@ -48,6 +48,7 @@ def learner(llm, model, tokenizer, reward, steps, seed=0):
     """Return Tunix's GRPO learner over an engine `llm`, which is the rollout engine.
 
     model: its last LAYERS layers are trained. tokenizer: transformers' object. reward: function. steps: of training.
+    seed: of the rollouts.
     """
     first = model.config.num_layers - LAYERS
     actor = TunixModel(model.module, is_trained=lambda path: path[0] == "layers" and path[1] >= first)

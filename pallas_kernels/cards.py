@@ -45,30 +45,30 @@ def plain_cards() -> Iterator[None]:
 
 
 def has_mosaic(capability: str) -> bool:
-    """Whether the Mosaic GPU kernels for wgmma run on a card of this compute capability: "9.0" only; False within
-    `plain_cards`.
+    """Return whether the Mosaic GPU kernels for wgmma run on a card of this compute capability: "9.0" only; False
+    within `plain_cards`.
     """
     return capability in _MOSAIC_CAPABILITIES and not _PLAIN.get()
 
 
 def has_tcgen05(capability: str) -> bool:
-    """Whether the Mosaic GPU kernels for tcgen05 run on a card of this compute capability: "10.0" or "10.3"; False
-    within `plain_cards`.
+    """Return whether the Mosaic GPU kernels for tcgen05 run on a card of this compute capability: "10.0" or "10.3";
+    False within `plain_cards`.
     """
     return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
 
 
 def has_triton(capability: str) -> bool:
-    """Whether the Triton kernels run on a card of this compute capability with the installed jax: "8.0" to "8.9",
-    "12.0" or "12.1", and `lowers_triton`; False within `plain_cards`.
+    """Return whether the Triton kernels run on a card of this compute capability with the installed jax: "8.0" to
+    "8.9", "12.0" or "12.1", and `lowers_triton`; False within `plain_cards`.
     """
     return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
 
 
 @cache
 def lowers_triton() -> bool:
-    """Whether the installed jax lowers Pallas-Triton kernels for every card: not 0.11.0 and 0.11.1, which refuse cards
-    whose names they do not know.
+    """Return whether the installed jax lowers Pallas-Triton kernels for every card: not 0.11.0 and 0.11.1, which refuse
+    cards whose names they do not know.
     """
     return not version("jax").startswith(("0.11.0", "0.11.1"))
 

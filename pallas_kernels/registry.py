@@ -293,12 +293,12 @@ def native_code() -> str:
 
 
 def has_machine_code(op: str, platform: str) -> bool:
-    """Whether `op` runs as machine code on `platform` after `native_code`, if that could be built."""
+    """Return whether `op` runs as machine code on `platform` after `native_code`, if that could be built."""
     return NATIVE in _KINDS[platform] and (op, NATIVE) in _ROWS
 
 
 def is_kernel(op: str, platform: str) -> bool:
-    """Whether `op` runs as a kernel on `platform`, not in plain XLA."""
+    """Return whether `op` runs as a kernel on `platform`, not in plain XLA."""
     kind = kernel_kind(op, platform)
     return kind is not None and kind not in PLAIN_KINDS
 
@@ -310,12 +310,14 @@ def attention_rows(platform: str) -> frozenset[tuple[str, str]]:
 
 
 def has_kernels(platform: str) -> bool:
-    """Whether any operation runs as a kernel on `platform`."""
+    """Return whether any operation runs as a kernel on `platform`."""
     return any(is_kernel(op, own) for op, own in KERNELS if own == platform)
 
 
 def adds_bias(op: str, platform: str) -> bool:
-    """Whether the implementation of grouped product `op` on `platform` adds the bias of a row's group to its sums."""
+    """Return whether the implementation of grouped product `op` on `platform` adds the bias of a row's group to its
+    sums.
+    """
     return (op, platform) in _ADDS_BIAS and is_kernel(op, platform)
 
 

@@ -33,9 +33,9 @@ class SchedulerExtension:
         """
 
     def admits(self, request: Request) -> bool:
-        """Whether the first request in the queue may run. If not, it is held outside the queue until `ready` returns
-        it. It may be called several times for a request, which may still have to wait for another extension or for
-        pages. The base class returns True.
+        """Return whether the first request in the queue may run. If not, it is held outside the queue until `ready`
+        returns it. It may be called several times for a request, which may still have to wait for another extension or
+        for pages. The base class returns True.
         """
         return True
 

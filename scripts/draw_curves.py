@@ -20,9 +20,7 @@ _LINE = re.compile(r"^step (\d+): reward (\d+\.\d+)", re.MULTILINE)
 
 
 def rewards(log: str) -> list[float]:
-    """Return the rewards of a log, ordered by step. Raises ValueError for a log without rewards, or with steps left
-    out.
-    """
+    """Return the rewards of a log, by step. Raises ValueError unless it has a reward for each step from 0, in order."""
     found = [(int(step), float(reward)) for step, reward in _LINE.findall(log)]
     if not found or [step for step, _ in found] != [*range(len(found))]:
         raise ValueError(f"the log must have a reward for each step from 0, got {len(found)} lines")

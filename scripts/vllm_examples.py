@@ -108,9 +108,7 @@ def run_apart(path: Path, model: str, timeout: float) -> str:
     """Run a script in a separate process, for at most `timeout` seconds. Return "ran", the last line of its error
     output, or a text that says that it did not end or with which status it ended.
     """
-    command = [sys.executable, "-c", f"from {__name__} import run_here; run_here()", str(path), model]
-    if __name__ == "__main__":
-        command[2] = "from scripts.vllm_examples import run_here; run_here()"
+    command = [sys.executable, "-c", "from scripts.vllm_examples import run_here; run_here()", str(path), model]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -50,7 +50,6 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 _MEASURED = DOCS.parent / "benchmarks" / "results" / "families.json"
 _RECORDED = DOCS.parent / "tests" / "fixtures" / "models"
 _FIELDS = dataclasses.fields(SamplingParams)
-# Columns of tables of kernels, and their platforms.
 
 _OPTIONS = """# Options
 <!-- Written by scripts/write_docs.py from the code; change that. -->

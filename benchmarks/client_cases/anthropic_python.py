@@ -7,6 +7,8 @@ PACKAGES = ["anthropic"]
 HI = [{"role": "user", "content": QUESTION}]
 ASK = {"model": MODEL, "messages": HI, "max_tokens": 64, "extra_body": {"temperature": 0}}
 TOOL = {"name": "get_weather", "description": "The weather.", "input_schema": Place.model_json_schema()}
+SCHEMA = Weather.model_json_schema() | {"additionalProperties": False}
+BY_SCHEMA = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
 client = anthropic.AsyncAnthropic(base_url=BASE, api_key=KEY, max_retries=0)
 
 
@@ -48,8 +50,7 @@ async def streamed_tools():
 
 
 async def structured():
-    schema = Weather.model_json_schema() | {"additionalProperties": False}
-    answer = await client.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": schema}})
+    answer = await client.messages.create(**ASK, **BY_SCHEMA)
     assert Weather.model_validate_json(answer.content[0].text)
     parsed = await client.messages.parse(**ASK, output_format=Weather)
     assert isinstance(parsed.parsed_output, Weather)
@@ -67,10 +68,7 @@ async def second_turn():
 
 
 async def tools_and_schema():
-    schema = Weather.model_json_schema() | {"additionalProperties": False}
-    answer = await client.messages.create(
-        **ASK, tools=[TOOL], output_config={"format": {"type": "json_schema", "schema": schema}}
-    )
+    answer = await client.messages.create(**ASK, **BY_SCHEMA, tools=[TOOL])
     for block in answer.content:
         assert Weather.model_validate_json(block.text) if block.type == "text" else Place.model_validate(block.input)
 

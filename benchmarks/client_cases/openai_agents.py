@@ -15,6 +15,10 @@ from case import BASE, KEY, MODEL, QUESTION, Weather, get_weather, report
 
 PACKAGES = ["openai-agents"]
 set_tracing_disabled(True)
+FORCED = {
+    "tools": [function_tool(get_weather)],
+    "settings": {"tool_choice": "required", "parallel_tool_calls": False},
+}
 client = openai.AsyncOpenAI(base_url=BASE + "/v1", api_key=KEY, max_retries=0)
 models = [kind(MODEL, openai_client=client) for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel)]
 
@@ -43,21 +47,13 @@ async def stream():
 
 async def tools():
     for model in models:
-        forced = {"tool_choice": "required", "parallel_tool_calls": False}
-        run = await Runner.run(
-            agent(model, tools=[function_tool(get_weather)], settings=forced, tool_use_behavior="stop_on_first_tool"),
-            QUESTION,
-        )
+        run = await Runner.run(agent(model, **FORCED, tool_use_behavior="stop_on_first_tool"), QUESTION)
         assert "20 degrees" in run.final_output
 
 
 async def streamed_tools():
     for model in models:
-        forced = {"tool_choice": "required", "parallel_tool_calls": False}
-        run = Runner.run_streamed(
-            agent(model, tools=[function_tool(get_weather)], settings=forced, tool_use_behavior="stop_on_first_tool"),
-            QUESTION,
-        )
+        run = Runner.run_streamed(agent(model, **FORCED, tool_use_behavior="stop_on_first_tool"), QUESTION)
         assert [event async for event in run.stream_events()] and "20 degrees" in run.final_output
 
 
@@ -70,16 +66,14 @@ async def structured():
 async def second_turn():
     """Check that an agent that was forced to call a tool answers freely after the call."""
     for model in models:
-        forced = {"tool_choice": "required", "parallel_tool_calls": False}
-        run = await Runner.run(agent(model, tools=[function_tool(get_weather)], settings=forced), QUESTION)
+        run = await Runner.run(agent(model, **FORCED), QUESTION)
         assert run.final_output
 
 
 async def tools_and_schema():
     for model in models:
-        forced = {"tool_choice": "required", "parallel_tool_calls": False}
-        options = {"tools": [function_tool(get_weather)], "settings": forced, "output_type": Weather}
-        assert isinstance((await Runner.run(agent(model, **options), QUESTION)).final_output, Weather)
+        run = await Runner.run(agent(model, **FORCED, output_type=Weather), QUESTION)
+        assert isinstance(run.final_output, Weather)
 
 
 report(globals())

@@ -67,10 +67,11 @@ def offline(folder: str, num_requests: int) -> None:
     llm = LLM(folder, **ENGINE)
     each = num_requests // ROWS
     for row in range(ROWS):
-        for first in range(row * each, (row + 1) * each, 100):
-            prompts = [{"prompt_token_ids": _prompt(number)} for number in range(first, first + 100)]
+        end = (row + 1) * each
+        for first in range(row * each, end, 100):
+            prompts = [{"prompt_token_ids": _prompt(number)} for number in range(first, min(first + 100, end))]
             llm.generate(prompts, SamplingParams(**_fields(first)), use_tqdm=False)
-        print(json.dumps([(row + 1) * each, memory(kind="RssAnon")]), flush=True)
+        print(json.dumps([end, memory(kind="RssAnon")]), flush=True)
 
 
 def _offline_elsewhere(folder: str, num_requests: int) -> Iterator[tuple[int, dict[str, int]]]:

@@ -63,8 +63,7 @@ def fetched(server: ServerProcess, path: str) -> str:
 def moved(server: ServerProcess) -> dict[str, int]:
     """Return the bytes of pixels that have been sent to the engine so far, by transport, from /metrics."""
     found = re.findall(r"^jaxengine:mm_ipc_bytes_total{(.*?)} (\S+)$", fetched(server, "/metrics"), re.MULTILINE)
-    ways = {re.findall(r'(?<!engine)="(.*?)"', labels)[-1]: int(float(value)) for labels, value in found}
-    return ways
+    return {re.findall(r'(?<!engine)="(.*?)"', labels)[-1]: int(float(value)) for labels, value in found}
 
 
 def resident(server: ServerProcess) -> int:

@@ -257,7 +257,7 @@ class Attack:
 
 
 def is_clear(status: int, said: str) -> bool:
-    """Whether an answer reports a client error (4xx) with a message of one line and no traceback.
+    """Return whether an answer reports a client error (4xx) with a message of one line and no traceback.
 
     said: body of the answer, JSON.
     """

@@ -175,8 +175,8 @@ def lacking(needs: tuple[str, ...], **variables: str) -> dict[str, str]:
 
 
 def wanted(module: str) -> bool:
-    """Whether a module's package should be installed for the check: neither the project itself nor torch, which takes
-    gigabytes.
+    """Return whether a module's package should be installed for the check: neither the project itself nor torch, which
+    takes gigabytes.
     """
     return module != "torch" and not module.startswith(OWN)
 
@@ -268,8 +268,8 @@ def settle(out: Path, ended: int | str, stall_s: float) -> str | None:
 
 
 def is_bad(section: str, name: str, row: dict[str, Any]) -> bool:
-    """Whether a row is a failure of this engine. Errors of other implementations (torch's, jax's) are none; hangs
-    always are.
+    """Return whether a row is a failure of this engine. Errors of other implementations (torch's, jax's) are none;
+    hangs always are.
     """
     return "status" in row or ("error" in row and section != "torch" and not name.endswith(", jax"))
 

@@ -71,6 +71,13 @@ def launches_of(module: hlo.Module, computation: str) -> int:
     return sum(each.opcode not in _NO_LAUNCH for each in module.computations[computation])
 
 
+def on_target(target: str, arguments: Any) -> tuple[Mesh, Any]:
+    """Return (mesh of a target's first device, shapes of `arguments`, a tree of arrays, on it)."""
+    mesh = Mesh(np.array(target_devices(find_target(target))[:1]), ("devices",))
+    place = NamedSharding(mesh, PartitionSpec())
+    return mesh, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
+
+
 def measure(target: str, heads: str, step: str, tuning: Tuning) -> tuple[int, float]:
     """Compile one layer's attention for a target; return (launches of a step, MiB of temporaries).
 
@@ -80,17 +87,14 @@ def measure(target: str, heads: str, step: str, tuning: Tuning) -> tuple[int, fl
     batch, (num_q_heads, num_kv_heads) = batch_of(lengths, num_tokens, num_seqs), HEADS[heads]
     spec = AttentionSpec(num_q_heads, num_kv_heads, 128, 128, 128**-0.5)
     plan = partial(attention_schedule, spec=spec, num_tokens=num_tokens, page_size=PAGE_SIZE, tuning=tuning)
-    mesh = Mesh(np.array(target_devices(find_target(target))[:1]), ("devices",))
-    place = NamedSharding(mesh, PartitionSpec())
     pool = KVSpec(NUM_PAGES, PAGE_SIZE, num_kv_heads, 128, 128, "bfloat16")
     q = jax.ShapeDtypeStruct((num_tokens, num_q_heads, 128), jnp.bfloat16)
     arguments = q, jax.eval_shape(partial(alloc, pool, platform=PLATFORM)), batch, jax.eval_shape(plan, batch)
-    there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
 
     def attend(q, kv, batch, schedule):
         return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule)
 
-    compiled = jax.jit(attend).lower(*there).compile()
+    compiled = jax.jit(attend).lower(*on_target(target, arguments)[1]).compile()
     module = hlo.parse(compiled.as_text() or "")
     runs = list(runs_of(plan(jax.tree.map(jnp.asarray, batch))))
     whiles = [each for each in module.computations[module.entry] if each.opcode == "while"]

@@ -21,16 +21,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import shared
+from benchmarks.kernels.gpu_launches import on_target
 from benchmarks.kernels.triton_attention import ptxas_figures
 from benchmarks.recorder import Recorder
 from jaxengine.check.compiled import counts, hlo
-from jaxengine.check.devices import target_devices
-from jaxengine.check.targets import find_target
 from jaxengine.pallas_kernels.attention import selected
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
@@ -164,13 +161,11 @@ def copied_bytes(pool: Any) -> Iterator[set[int]]:
 
 def measure_tpu(target: str, name: str, op: str) -> dict[str, Any]:
     """Compile an operation's kernel of a model for a TPU and return its figures: "MiB moved", "moved / needed" and
-    "MiB" of temporaries. Raises AssertionError if its copies from the pool are not all of one size.
+    "MiB" of temporaries. Raises ValueError unless all its copies from the pool have one size.
     """
     model = MODELS[name]
-    mesh = Mesh(np.array(target_devices(find_target(target))[:1]), ("devices",))
-    place = NamedSharding(mesh, PartitionSpec())
     function, arguments = shapes_of(model, op, "tpu")
-    there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
+    mesh, there = on_target(target, arguments)
     with jax.set_mesh(mesh), copied_bytes(next(each for each in there if hasattr(each, "data")).data) as sizes:
         traced = jax.jit(lambda *given: function(*given)).trace(*there)
         analysis: Any = traced.lower(lowering_platforms=("tpu",)).compile().memory_analysis()
@@ -187,18 +182,16 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
     """Compile an operation of a model for a CUDA card and return its figures: "launches", "MiB moved", "moved /
     needed", "MiB" of temporaries and, for a kernel, "registers" and "spilled bytes". plain: as plain XLA.
     """
-    model, platform, found = MODELS[name], PLATFORMS[target], find_target(target)
-    mesh = Mesh(np.array(target_devices(found)[:1]), ("devices",))
-    place = NamedSharding(mesh, PartitionSpec())
+    model, platform = MODELS[name], PLATFORMS[target]
     function, arguments = shapes_of(model, op, platform)
-    there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
+    mesh, there = on_target(target, arguments)
     unused = [(op, kernel_kind(op, platform) or "")] if plain else []
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh), without_rows(unused):
         sizes = tuning_of(platform)
         lowered = jax.jit(lambda *given: function(*given)).trace(*there).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile({"xla_dump_to": folder})
         kernels = [each for each in Path(folder).glob("*.ptx") if ".entry" in (text := each.read_text()) and _own(text)]
-        assert found.gpu is not None and bool(kernels) != plain, kernels
+        assert bool(kernels) != plain, kernels
         figures = {}
         if kernels:
             registers, spills = ptxas_figures(kernels[0])
@@ -223,7 +216,7 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
 
 
 def _own(ptx: str) -> bool:
-    """Whether a PTX file has one of the kernels."""
+    """Return whether a PTX file has one of the kernels."""
     return any(f".entry {name}" in ptx for name in ("selected_rows", "index_scores"))
 
 

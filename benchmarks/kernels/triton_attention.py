@@ -18,14 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import shared
-from benchmarks.kernels.gpu_launches import PAGE_SIZE, STEPS, batch_of, launches_of
+from benchmarks.kernels.gpu_launches import PAGE_SIZE, STEPS, batch_of, launches_of, on_target
 from benchmarks.recorder import Recorder
 from jaxengine.check.compiled import hlo
-from jaxengine.check.devices import target_devices
-from jaxengine.check.targets import find_target
 from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc
@@ -54,7 +51,6 @@ OF_STEPS = ("decode 64 x 2,048", "prefill 1 x 2,048")
 _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores")
-_SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
 
 
 def ptxas_figures(ptx: Path) -> tuple[int, int]:
@@ -69,6 +65,21 @@ def ptxas_figures(ptx: Path) -> tuple[int, int]:
     command = [tool, "-v", f"-arch={target[1]}", ptx, "-o", ptx.with_suffix(".cubin")]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return max(map(int, _USED.findall(said))), max(map(int, _SPILLS.findall(said)))
+
+
+def kernel_figures(folder: str, kernel: str) -> dict[str, int]:
+    """Return the "registers", "spilled bytes" and "KiB of shared memory" of a compiled kernel; {} if there is none.
+
+    folder: to which XLA dumped one program. kernel: name.
+    """
+    ptx = next((each for each in Path(folder).glob("*.ptx") if f".entry {kernel}(" in each.read_text()), None)
+    if ptx is None:
+        return {}
+    registers, spills = ptxas_figures(ptx)
+    sequence = next(Path(folder).glob("*.thunk_sequence.txt")).read_text()
+    said = re.search(rf"{kernel}\b.*shared_memory: (\d+) bytes", sequence)
+    shared_kib = 0 if said is None else int(said[1]) >> 10
+    return {"registers": registers, "spilled bytes": spills, "KiB of shared memory": shared_kib}
 
 
 def keys_loaded(items: Any, spec: AttentionSpec, lengths: list[tuple[int, int]]) -> float:
@@ -98,13 +109,10 @@ def measure(target: str, shape: str, step: str) -> dict[str, Any]:
     )
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE_SIZE, "platform": PLATFORM, "tuning": Tuning()}
     plan = partial(attention_schedule, spec=spec, **sizes)
-    found = find_target(target)
-    mesh = Mesh(np.array(target_devices(found)[:1]), ("devices",))
-    place = NamedSharding(mesh, PartitionSpec())
     pool = KVSpec(NUM_PAGES, PAGE_SIZE, num_kv_heads, width, value, dtype, values_in_keys=latent)
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, width), jnp.bfloat16)
     arguments = q, jax.eval_shape(partial(alloc, pool, platform=PLATFORM)), batch, jax.eval_shape(plan, batch)
-    there = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments)
+    mesh, there = on_target(target, arguments)
 
     def attend(q, kv, batch, schedule):
         rest = {"q_rest": q[..., value:]} if latent else {}
@@ -113,19 +121,14 @@ def measure(target: str, shape: str, step: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
         lowered = jax.jit(attend).trace(*there).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile({"xla_dump_to": folder})
-        ptx = next(each for each in Path(folder).glob("*.ptx") if f".entry {KERNEL}(" in each.read_text())
-        assert found.gpu is not None
-        registers, spills = ptxas_figures(ptx)
-        sequence = next(Path(folder).glob("*.thunk_sequence.txt")).read_text()
-    module, said = hlo.parse(compiled.as_text() or ""), _SHARED.search(sequence)
+        figures = kernel_figures(folder, KERNEL)
+    module = hlo.parse(compiled.as_text() or "")
     analysis: Any = compiled.memory_analysis()
     loaded = keys_loaded(plan(jax.tree.map(jnp.asarray, batch)).items, spec, lengths)
     return {
         "launches": launches_of(module, module.entry),
         "MiB": round(analysis.temp_size_in_bytes / 2**20, 1),
-        "registers": registers,
-        "spilled bytes": spills,
-        "KiB of shared memory": 0 if said is None else int(said[1]) >> 10,
+        **figures,
         "loads of a key": round(loaded, 2),
     }
 

@@ -5,12 +5,10 @@ the kernel; needs jax's CUDA compiler, no card.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import shared
-from benchmarks.kernels.triton_attention import ptxas_figures
+from benchmarks.kernels.triton_attention import kernel_figures
 from benchmarks.recorder import Recorder
 from jaxengine.check.compiled import counts, hlo
 from jaxengine.check.devices import target_devices
@@ -29,7 +27,6 @@ from jaxengine.models.cache import plain_cards
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
 from jaxengine.pallas_kernels.matmul.quantized import quantized_matmul
 
-KERNEL = "quantized_matmul"
 # Inputs and outputs of two matrices of an 8B, the one with the fewest outputs and the one with the most, and of keys.
 MATRICES = {"down": (14336, 4096), "gate, up": (4096, 28672), "keys": (4096, 1024)}
 # Dtype of the codes, inputs that share a scale (0 for all), and whether there are zeros.
@@ -40,7 +37,6 @@ FORMS: dict[str, tuple[str, int, bool]] = {
     "e4m3 in groups of 128": ("float8_e4m3fn", 128, False),
 }
 ROWS = (1, 64, 1024)
-_SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
 
 
 def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> dict[str, Any]:
@@ -52,9 +48,7 @@ def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> d
     """
     codes, group, has_zeros = FORMS[form]
     size, out = MATRICES[matrix]
-    found = find_target(target)
-    assert found.gpu is not None
-    mesh = Mesh(np.array(target_devices(found)[:1]), ("devices",))
+    mesh = Mesh(np.array(target_devices(find_target(target))[:1]), ("devices",))
     place = NamedSharding(mesh, PartitionSpec())
     number = size // per_byte(jnp.dtype(codes)), out
     in_order: Any = place if plain else Format(Layout((1, 0)), place)
@@ -67,17 +61,11 @@ def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> d
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh), plain_cards() if plain else nullcontext():
         traced = jax.jit(partial(quantized_matmul, out_dtype=jnp.bfloat16)).trace(*operands)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile({"xla_dump_to": folder})
-        row: dict[str, Any] = {}
-        if not plain:
-            files = [each for each in Path(folder).glob("*.ptx") if f".entry {KERNEL}(" in each.read_text()]
-            if files:
-                row["registers"], row["spilled bytes"] = ptxas_figures(files[0])
-                said = _SHARED.search(next(Path(folder).glob("*.thunk_sequence.txt")).read_text())
-                row["KiB of shared memory"] = 0 if said is None else int(said[1]) >> 10
+        figures = {} if plain else kernel_figures(folder, "quantized_matmul")
     module = hlo.parse(compiled.as_text() or "")
     needed = sum(each.size * each.dtype.itemsize for each in operands) + 2 * rows * out
     times = counts.moved_bytes(module, ()) / needed
-    return {"launches": counts.launches(module), "bytes moved / needed": round(times, 2), **row}
+    return {"launches": counts.launches(module), "bytes moved / needed": round(times, 2), **figures}
 
 
 OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89", "sm_120"), only="")

@@ -241,7 +241,7 @@ def _address(server: ServerProcess) -> tuple[str, int]:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed a connection, or answered it with status 408. Reads what has arrived."""
+    """Return whether the server has closed a connection, or answered it with status 408. Reads what has arrived."""
     connection.settimeout(0.0)
     try:
         while part := connection.recv(4096):
@@ -255,7 +255,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def _first(stream: Any) -> bool:
-    """Whether the stream yields a message. Returns False if the call fails."""
+    """Return whether the stream yields a message. Returns False if the call fails."""
     try:
         next(stream)
         return True

@@ -8,6 +8,7 @@ the limits in them; the exit status is 1 if one is not kept.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import os
 import signal
@@ -68,12 +69,6 @@ class Findings:
         self.add(f"{what}, s", max(seconds), limit, of=f"{len(seconds)}, median {percentile(seconds, 0.5):.3f}")
 
 
-def served(running: ServerProcess) -> tuple[Server, Traffic]:
-    """Return (address of a server's API, greedy traffic to it)."""
-    traffic = greedy_traffic(running.base_url)
-    return traffic.server, traffic
-
-
 async def status_of(server: Server, path: str) -> int:
     """Return the HTTP status of a GET on a new connection; 0 if there is no answer."""
     try:
@@ -88,28 +83,22 @@ async def status_of(server: Server, path: str) -> int:
         connection.close()
 
 
-async def open_streams(traffic: Traffic, count: int, max_tokens: int) -> tuple[Connections, list[asyncio.Task[Sample]]]:
-    """Start `count` streams of `max_tokens` tokens each and wait half a second; return (their connections, their
-    tasks).
-
-    Not all of them run in the engine then; `running_requests` waits for that.
+async def open_streams(traffic: Traffic, count: int, max_tokens: int) -> list[asyncio.Task[Sample]]:
+    """Start `count` streams of `max_tokens` tokens each, and return their tasks when the engine runs as many of them as
+    it can, according to /status.json. Waits for that without a limit.
     """
     connections = Connections(traffic.server)
     load = Load(count, 16, max_tokens, seed=time.monotonic_ns())
     bodies = [traffic.body(planned) for planned in plan(load)]
     tasks = [asyncio.create_task(stream(connections, "/completions", body, 120.0)) for body in bodies]
     await asyncio.sleep(0.5)
-    return connections, tasks
-
-
-async def running_requests(server: Server, at_least: int) -> None:
-    """Wait, without a limit, until the engine runs `at_least` requests according to /status.json."""
-    root = Server(server.host, server.port, "", server.tls, server.headers)
-    while (await get_json(root, "/status.json"))["num_running"] < at_least:
+    root = dataclasses.replace(traffic.server, path="")
+    while (await get_json(root, "/status.json"))["num_running"] < min(count, ENGINE["max_num_seqs"]):
         await asyncio.sleep(0.05)
+    return tasks
 
 
-async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, streams: int) -> dict[str, Any]:
+async def kill_engine(running: ServerProcess, traffic: Traffic, streams: int) -> dict[str, Any]:
     """Kill the engine under `streams` streams, and wait until the server answers again; return what followed, by name.
 
     "unhealthy", "ended", "back", "served": seconds from the kill until /health was not 200, until the last stream had
@@ -117,9 +106,8 @@ async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, 
     the new request succeeded. "same_api": whether the API processes are the same as before. Raises TimeoutError if
     /health does not fail within 30 s or does not recover within 120 s.
     """
-    _, tasks = await open_streams(traffic, streams, 400)
-    await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
-    root = Server(server.host, server.port, "", server.tls, server.headers)
+    tasks = await open_streams(traffic, streams, 400)
+    root = dataclasses.replace(traffic.server, path="")
     api, start = running.api_pids, time.perf_counter()
     os.kill(running.engine_pid, signal.SIGKILL)
 
@@ -131,7 +119,7 @@ async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, 
     unhealthy = await asyncio.wait_for(wait_for(False), 30)
     samples = await asyncio.gather(*tasks)
     back = await asyncio.wait_for(wait_for(True), 120)
-    connections = Connections(server)
+    connections = Connections(traffic.server)
     first = await stream(connections, "/completions", traffic.body(plan(Load(1, 16, 4))[0]), 60.0)
     connections.close()
     return {
@@ -154,8 +142,8 @@ def kills(findings: Findings, count: int, streams: int) -> None:
     began = time.perf_counter()
     running = start_server(ENGINE)
     load_seconds = time.perf_counter() - began
-    server, traffic = served(running)
-    deaths = [asyncio.run(kill_engine(running, server, traffic, streams)) for _ in range(count)]
+    traffic = greedy_traffic(running.base_url)
+    deaths = [asyncio.run(kill_engine(running, traffic, streams)) for _ in range(count)]
     findings.add_seconds("engine killed: /health is 503 after", [death["unhealthy"] for death in deaths], 1.0)
     findings.add_seconds("engine killed: every stream has ended after", [death["ended"] for death in deaths], 2.0)
     # A stream that had begun ends with an error event; one that waited for its first token gets an HTTP status.
@@ -182,7 +170,7 @@ def left_behind(running: ServerProcess) -> int:
 
 
 async def end_under_load(
-    running: ServerProcess, server: Server, traffic: Traffic, streams: int, max_tokens: int, signals: int
+    running: ServerProcess, traffic: Traffic, streams: int, max_tokens: int, signals: int
 ) -> dict[str, Any]:
     """Send SIGTERM under `streams` streams of `max_tokens` tokens, and wait for the server's end; return what followed,
     by name.
@@ -192,12 +180,11 @@ async def end_under_load(
     request. "whole", "aborted": numbers of streams that reached their limit, and that ended with "abort". "files":
     number of those left behind.
     """
-    _, tasks = await open_streams(traffic, streams, max_tokens)
-    await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
+    tasks = await open_streams(traffic, streams, max_tokens)
     start = time.perf_counter()
     running.process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.3)
-    connections = Connections(server)
+    connections = Connections(traffic.server)
     late = await stream(connections, "/completions", traffic.body(plan(Load(1, 16, 4))[0]), 10.0)
     if signals == 2:
         running.process.send_signal(signal.SIGTERM)
@@ -217,24 +204,23 @@ async def end_under_load(
 
 def ends(findings: Findings, streams: int) -> None:
     """Record how servers end under load after SIGTERM: with 60 s to finish, after a second signal, and with no time."""
-    patient = {"max_num_queued_reqs": 4096, "shutdown_timeout": 60.0}
-    running = start_server(ENGINE, **patient)
-    server, traffic = served(running)
-    done = asyncio.run(end_under_load(running, server, traffic, streams, 32, 1))
+
+    def ended(patience: float, max_tokens: int, signals: int) -> dict[str, Any]:
+        running = start_server(ENGINE, max_num_queued_reqs=4096, shutdown_timeout=patience)
+        traffic = greedy_traffic(running.base_url)
+        return asyncio.run(end_under_load(running, traffic, streams, max_tokens, signals))
+
+    done = ended(60.0, 32, 1)
     findings.add("SIGTERM, 60 s to finish: streams that finished", done["whole"], streams, at_least=True)
     findings.add("SIGTERM, 60 s to finish: exit status", done["status"], 0)
     findings.add("SIGTERM, 60 s to finish: s until the server had ended", done["seconds"], 70.0)
     findings.add("SIGTERM, 60 s to finish: a new request is refused", int(bool(done["late"])), 1, at_least=True)
     findings.add("SIGTERM, 60 s to finish: files left behind", done["files"], 0)
 
-    running = start_server(ENGINE, **patient)
-    server, traffic = served(running)
-    done = asyncio.run(end_under_load(running, server, traffic, streams, 400, 2))
+    done = ended(60.0, 400, 2)
     findings.add("second SIGTERM: s until the server had ended", done["seconds"] - 0.3, 2.0)
 
-    running = start_server(ENGINE, max_num_queued_reqs=4096, shutdown_timeout=0.0)
-    server, traffic = served(running)
-    done = asyncio.run(end_under_load(running, server, traffic, streams, 400, 1))
+    done = ended(0.0, 400, 1)
     findings.add("SIGTERM, no time to finish: streams that ended with 'abort'", done["aborted"], streams, at_least=True)
     findings.add("SIGTERM, no time to finish: s until all had ended", done["streams_ended"], 2.0)
     findings.add("SIGTERM, no time to finish: exit status", done["status"], 0)
@@ -300,7 +286,7 @@ async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float)
 def overload(findings: Findings, seconds: float) -> None:
     """Record how a server responds to ten times the requests that it can answer, sent for `seconds`."""
     with serving(ENGINE, wait=120.0) as running:
-        _, traffic = served(running)
+        traffic = greedy_traffic(running.base_url)
         done = asyncio.run(overload_run(running, traffic, seconds))
         of = f"{done['requests']} requests at ten times {done['saturated_requests_per_second']:.1f} a second"
         share = 100 * done["tokens_per_second"] / done["saturated_tokens_per_second"]
@@ -352,7 +338,7 @@ def grammars(findings: Findings, num_tokens: int) -> None:
     compile.
     """
     with serving(ENGINE, wait=120.0) as running:
-        _, traffic = served(running)
+        traffic = greedy_traffic(running.base_url)
         hostile = (f"((((a{{{count}}}){{100}}){{100}}){{100}})" for count in itertools.count(90))
         alone, beside, compiled = [], [], 0
         for _ in range(3):

@@ -111,7 +111,7 @@ class Program:
         return self._count(_MULTIPLICATION, span.first, span.end)
 
     def _fetches(self, span: Span) -> bool:
-        """Whether a span that is not a loop starts copies from HBM, other than in a loop inside."""
+        """Return whether a span that is not a loop starts copies from HBM, other than in a loop inside."""
         own = any(self._count(_FETCH, *stretch) for stretch in span.stretches())
         return not span.is_loop and (own or any(map(self._fetches, span.inner)))
 

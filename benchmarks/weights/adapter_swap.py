@@ -137,7 +137,8 @@ def once(streams: Streams, path: str, name: str) -> dict[str, float]:
 
 
 def parts(core: EngineCore, path: str) -> dict[str, float]:
-    """Time the parts of a swap while nothing else runs; return milliseconds by name.
+    """Time the parts of a swap while nothing else runs: reading the adapter, putting it on the devices, dispatching the
+    write to its slot, and the write; return milliseconds by name.
 
     path: of the adapter. Overwrites slot 1 of the adapters' pools.
     """

@@ -26,7 +26,7 @@ from benchmarks.engines import engine_options
 from benchmarks.harness import Option, shared
 from benchmarks.processes import memory
 from benchmarks.recorder import Recorder
-from benchmarks.weights.weight_updates import stored
+from benchmarks.weights.weight_updates import milliseconds, stored
 from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.requests.output.outputs import RequestOutput
 
@@ -155,7 +155,6 @@ async def _rows(cycles: Cycles, llm: AsyncLLM, total: int, recorder: Recorder) -
             "cpu s": round(median(each["cpu"] for each in done), 2),
         }
         for name in ("sleep", "wake", "first", "warm"):
-            seconds = [each[name] for each in done if name in each]
-            found[f"{name} ms"] = round(median(seconds) * 1e3, 1) if seconds else None
+            found[f"{name} ms"] = milliseconds([each[name] for each in done if name in each])
         is_flat = found["MiB after"] <= (recorder.rows or [found])[0]["MiB after"]
         recorder.add(found | {"kept": is_flat and found["tokens equal"] and not found["compilations"]})

@@ -114,6 +114,11 @@ def stored(model: EngineConfig | None = None) -> dict[str, np.ndarray]:
     return tensors
 
 
+def milliseconds(seconds: list[float]) -> float | None:
+    """Return the median of times in seconds, in milliseconds to one decimal; None if there are none."""
+    return round(median(seconds) * 1e3, 1) if seconds else None
+
+
 def moved(array: np.ndarray, number: int) -> np.ndarray:
     """Return a copy of an array whose rows number - 1, number + 2, ... are multiplied by 1.1; the array itself for
     number 0.
@@ -126,7 +131,7 @@ def moved(array: np.ndarray, number: int) -> np.ndarray:
 
 
 def is_third(name: str) -> bool:
-    """Whether a tensor belongs to a layer whose index is a multiple of three."""
+    """Return whether a tensor belongs to a layer whose index is a multiple of three."""
     return ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) % 3 == 0
 
 
@@ -288,7 +293,7 @@ class Updates:
         return found
 
     def row(self, done: list[WeightUpdate]) -> dict[str, Any]:
-        """Return the row after some updates. done: times of the updates of weights among them, at least one.
+        """Return the row after some updates. done: times of the updates of weights among them.
 
         Also starts another engine to check runs of tokens.
         """
@@ -297,8 +302,8 @@ class Updates:
             "compilations": self._llm.core.runner.compiles.count,
             "MiB of arrays": round(sum(each.nbytes for each in jax.live_arrays()) / 2**20, 1),
             "MiB resident": memory(kind="RssAnon") >> 20,
-            "load ms": round(median(each.load_seconds for each in done) * 1e3, 1),
-            "switch ms": round(median(each.switch_seconds for each in done) * 1e3, 1),
+            "load ms": milliseconds([each.load_seconds for each in done]),
+            "switch ms": milliseconds([each.switch_seconds for each in done]),
             "versions wrong": self.streams.num_wrong,
             **self._checked(),
         }

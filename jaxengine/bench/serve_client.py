@@ -253,7 +253,7 @@ async def stream(connections: Connections, path: str, body: dict[str, Any], time
         sample.error, sample.message = "timeout", str(error) or f"no end after {timeout} s"
     except OSError as error:
         sample.error, sample.message = "connection", str(error)
-    except (h11.RemoteProtocolError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (h11.RemoteProtocolError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         sample.error, sample.message = "protocol", str(error)
     sample.ended = time.perf_counter()
     if connection is not None:
@@ -266,8 +266,8 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
     connection.
 
     If a reused connection turns out to be closed, the request is sent again on another one. On any error the connection
-    is closed. Raises OSError or h11.RemoteProtocolError; AttributeError, KeyError, TypeError or ValueError for events
-    of another form.
+    is closed. Raises OSError or h11.RemoteProtocolError; AttributeError, KeyError, TypeError, ValueError or
+    RecursionError for events of another form.
     """
     while True:
         sample.sent = time.perf_counter()
@@ -303,7 +303,7 @@ async def _follow(connection: Connection, sample: Sample) -> None:
 
     Without usage in the events, the output tokens are the number of events with output. Sets the error "cut" without
     [DONE], and "empty" without output, unless an event had an error. Raises OSError or h11.RemoteProtocolError;
-    AttributeError, KeyError, TypeError or ValueError for events of another form.
+    AttributeError, KeyError, TypeError, ValueError or RecursionError for events of another form.
     """
     rest, done = b"", False
     async for piece in connection.body():
@@ -347,8 +347,8 @@ def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
 
 
 def _brings_output(choice: dict[str, Any]) -> bool:
-    """Whether a choice in a chunk carries output: text, reasoning, tool calls, or a token whose character is still
-    incomplete.
+    """Return whether a choice in a chunk carries output: text, reasoning, tool calls, or a token whose character is
+    still incomplete.
 
     Such a token is a chunk with none of the others. It is recognised by exclusion: the chunk that opens a chat has a
     role, and the one that closes an output a finish_reason.
@@ -376,7 +376,10 @@ async def get_json(server: Server, path: str) -> Any:
         connection.close()
     if response.status_code != 200:
         raise ValueError(f"GET {server.path}{path} gave status {response.status_code}: {text[:ERROR_BYTES]}")
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"GET {server.path}{path} gave JSON that is nested too deeply") from None
 
 
 async def _read_text(connection: Connection, limit: int = ERROR_BYTES) -> str:

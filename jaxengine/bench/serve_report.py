@@ -39,8 +39,8 @@ def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
-    """Whether a request succeeded within all limits. A metric without a value meets its limit; a failed request meets
-    none.
+    """Return whether a request succeeded within all limits. A metric without a value meets its limit; a failed request
+    meets none.
 
     slo: limits in milliseconds (inclusive) of the metrics "ttft", "tpot" and "e2el".
     """

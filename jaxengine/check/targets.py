@@ -192,7 +192,7 @@ def require_compiler(target: Target) -> None:
 
 
 def _installed(module: str) -> bool:
-    """Whether a module, which may be in a package, is installed. Does not import it, but may import its parent
+    """Return whether a module, which may be in a package, is installed. Does not import it, but may import its parent
     packages.
     """
     try:

@@ -50,7 +50,6 @@ from jaxengine.simulate import command as simulate
 from jaxengine.version import __version__
 
 if TYPE_CHECKING:
-    from jaxengine.api.llm import LLM
     from jaxengine.requests.output.outputs import RequestOutput
 
 # Errors that end a command with a one-line message.
@@ -276,7 +275,9 @@ def _generate(args: argparse.Namespace) -> int:
     # Checked before the model is loaded, which may take a minute.
     given = given_options(args, SamplingParams)
     SamplingParams(**given)
-    llm = _load(args)
+    from jaxengine.api.llm import LLM
+
+    llm = LLM(**given_options(args, EngineConfig))
     params = llm.get_default_sampling_params().clone_with(**given)
     start = time.monotonic()
     if args.chat:
@@ -354,13 +355,6 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if not prompts:
         raise RequestError("no prompt: give one as an argument, with --file, or on standard input", param="prompts")
     return prompts
-
-
-def _load(args: argparse.Namespace) -> LLM:
-    """Return an LLM with the given engine options. Raises ConfigError, ModelConfigError or ModelFileError."""
-    from jaxengine.api.llm import LLM
-
-    return LLM(**given_options(args, EngineConfig))
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -168,7 +168,9 @@ class RemoteModel:
                 return str(json.load(answer)["data"][0]["id"])
         except ConfigError:
             raise
-        except (RequestError, ValueError, LookupError, TypeError) as error:
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+        except (RequestError, ValueError, LookupError, TypeError, RecursionError) as error:
             why = str(error) if isinstance(error, RequestError) else "it lists none"
             raise ConfigError.because("url", f"no model is found at {self._base} ({why})", "see --url") from None
 
@@ -299,11 +301,10 @@ def _checked(what: str, value: Any, kind: type[_T]) -> _T:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the message in the JSON body of an HTTP error; its status text if the body has none. Reads at most 64 KiB
-    of the body.
+    """Return the message in the JSON body of an HTTP error; its status text if the body has none or is cut off. Reads
+    at most 64 KiB of the body.
     """
-    text = error.read(_MAX_ERROR_BYTES)
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+        return str(json.loads(error.read(_MAX_ERROR_BYTES))["error"]["message"])
+    except (ValueError, LookupError, TypeError, RecursionError, OSError, http.client.HTTPException):
         return error.reason

@@ -13,7 +13,6 @@ import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jaxengine.commands.collect_env import collected, without_home
 from jaxengine.config.command_line import given_options, output_file
@@ -44,13 +43,15 @@ def run(args: argparse.Namespace) -> int:
     holds a recorded step. Raises ConfigError for options that an engine refuses, and OSError if the file cannot be
     written.
     """
+    from jaxengine.runner.executables.verdicts import all_verdicts
+
     options = given_options(args, EngineConfig)
     config = EngineConfig.from_options(**options)
     shown = {name: "(set)" if name in _SECRET else value for name, value in options.items()}
     with zipfile.ZipFile(args.output, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("collect-env.txt", "\n".join([*collected(), ""]))
         file.writestr("options.json", without_home(json.dumps(shown, indent=1, default=str)))
-        file.writestr("kernels.json", json.dumps(_verdicts(config), indent=1))
+        file.writestr("kernels.json", json.dumps(all_verdicts(config.compile_cache_dir), indent=1))
         if args.chips is not None:
             file.writestr("plan.txt", without_home(_plan(args)))
         steps = list(_step(config))
@@ -60,16 +61,6 @@ def run(args: argparse.Namespace) -> int:
     if steps:
         print("steps/ holds what users wrote, as token ids, keys and values: send it only if you may")
     return 0
-
-
-def _verdicts(config: EngineConfig) -> list[dict[str, Any]]:
-    """Return the stored results of the kernels' proofs on this machine as JSON values.
-
-    They are read from the compile cache folder of `config`. Raises ConfigError for a folder that cannot be used.
-    """
-    from jaxengine.runner.executables.verdicts import all_verdicts
-
-    return all_verdicts(config.compile_cache_dir)
 
 
 def _plan(args: argparse.Namespace) -> str:

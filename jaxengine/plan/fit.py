@@ -53,8 +53,8 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
     Candidates are tried in this order, and the first that fits is taken: the best split with the whole context, or with
     LEAST_LENGTH tokens of it; the same with half as many sequences and tokens a step, and so on; then the longest
     context that fits. A max_model_len that is left open becomes "auto": the engine itself finds the longest that fits.
-    Has jax's client take its share of CUDA cards (`claim_card`). devices: candidates; None for `jax.devices()`. mesh:
-    the user's mesh, which must be None.
+    Has jax's client take its share of CUDA cards (`claim_card`), after binding this process if numa_bind is set.
+    devices: candidates; None for `jax.devices()`. mesh: the user's mesh, which must be None.
 
     Raises:
       ConfigError: nothing fits, options contradict the model or each other, or a mesh is given.
@@ -130,8 +130,8 @@ def _length(ranked: Ranked) -> int:
 
 
 def _holds_weights(ranked: Ranked) -> bool:
-    """Whether the weights of a split take less than the budget of a device in every stage; False if it could not be
-    planned.
+    """Return whether the weights of a split take less than the budget of a device in every stage; False if it could not
+    be planned.
     """
     plan = ranked.plan
     return plan is not None and all(stage.sizes(0).weights < plan.budget for stage in plan.stages)

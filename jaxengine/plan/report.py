@@ -12,7 +12,7 @@ from jaxengine.plan.plan import HEAP, LEFT, PROGRAMS, TEMPORARIES, SplitPlan
 from jaxengine.plan.speed import Speed, cost_of
 from jaxengine.plan.splits import Ranked
 from jaxengine.runner.start.memory_bar import text_bar
-from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.layout import MESH_AXES
 
 MOST_ROWS = 12
 _ESTIMATED = PROGRAMS, TEMPORARIES, HEAP  # unless they are compiled
@@ -205,7 +205,7 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
     config = plan.config
     found: dict[str, Any] = {
         **plan.split.options,
-        "mesh": _mesh(plan.layout),
+        "mesh": {axis: getattr(plan.layout, axis) for axis in MESH_AXES},
         "estimated": [name for name in _ESTIMATED if name in plan.parts()] if plan.estimated else [],
         "device_bytes": plan.total,
         "budget_bytes": plan.budget,
@@ -232,8 +232,3 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
             found["cost_per_million_decoded"] = cost_of(speed.decode, price, chips.count)
             found["cost_per_million_prompt"] = cost_of(speed.prefill, price, chips.count)
     return found
-
-
-def _mesh(layout: MeshLayout) -> dict[str, int]:
-    """Return the sizes of a mesh's axes by name: "data", "attn" and "model"."""
-    return {"data": layout.data, "attn": layout.attn, "model": layout.model}

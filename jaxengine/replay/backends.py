@@ -21,6 +21,7 @@ class Backend(NamedTuple):
     """Kernels and devices that run a step.
 
     Attributes:
+      name: one of BACKENDS.
       platform: platform whose kernels run, a name of jaxengine.pallas_kernels.registry.
       context: context manager within which programs are traced and run.
       device: kind of device, as jax names it; None for the default one.

@@ -120,10 +120,10 @@ def _sampled(
 def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Difference:
     """Return the Difference between a recorded array and the one found.
 
-    Its is_same says that all bits are equal. Its is_within is True then, or if no number differs by more than the
-    tolerance; it is False for different shapes or dtypes. Its place of the largest difference is left out in both of
-    these cases. pair: (recorded, found). tolerance: share of the largest finite recorded magnitude. With 0, and for
-    integers and booleans, only equal bits are within it.
+    is_same: all bits are equal. is_within: they are, or no number differs by more than the tolerance; False for
+    different shapes or dtypes. With equal bits, and with different shapes or dtypes, the fields about the largest
+    difference keep their defaults. pair: (recorded, found). tolerance: share of the largest finite recorded magnitude.
+    With 0, and for integers and booleans, only equal bits are within it.
     """
     recorded, found = pair
     shape, dtype = recorded.shape, str(recorded.dtype)

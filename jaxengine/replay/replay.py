@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,6 +21,7 @@ from jaxengine.replay.run import run_step
 from jaxengine.replay.stage import open_stage
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.weights.weight_update import stage_checksums
+from jaxengine.version import __version__
 
 SAME, DIFFERS, CANNOT = 0, 1, 2
 _MAX_NAMES = 5
@@ -87,7 +89,8 @@ def replay(
     has_layers = "layers" in step.arrays
     own = {"model": model, "plugins": plugins, "compile_cache_dir": compile_cache_dir}
     ran = _run(about, step, chosen, layers=has_layers, **own)
-    lines.append(f"run here by {_name(chosen)}, with jaxengine {_version()}")
+    own_versions = f"jaxengine {__version__}, jax {jax.__version__}"
+    lines.append(f"run here by {chosen.name}: the kernels of {chosen.platform}, with {own_versions}")
     if ran.weights:
         shown = ", ".join(ran.weights[:_MAX_NAMES])
         lines.append(f"{len(ran.weights)} weights differ from the recorded ones: {shown}")
@@ -230,17 +233,3 @@ def _recorded(about: Mapping[str, Any]) -> str:
     model, versions = about["model"], about["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"recorded on {about['device']} ({about['platform']}): {model['architecture']}; {packages}"
-
-
-def _name(backend: Backend) -> str:
-    """Return the name of a backend and of the platform whose kernels it runs."""
-    return f"{backend.name}: the kernels of {backend.platform}"
-
-
-def _version() -> str:
-    """Return the versions of jaxengine and jax here."""
-    import jax
-
-    from jaxengine.version import __version__
-
-    return f"{__version__}, jax {jax.__version__}"

@@ -15,9 +15,9 @@ from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 
 def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
-    """Whether `whole_prompt_attention` supports layers of `spec` on a platform: the attention must not be causal, no
-    keys may be in pages, the values must not lie in keys, there must be no sinks, and the platform must have an
-    implementation. Callers give the slopes of a layer that has them as biases.
+    """Return whether `whole_prompt_attention` supports layers of `spec` on a platform: the attention must not be
+    causal, no keys may be in pages, the values must not lie in keys, there must be no sinks, and the platform must have
+    an implementation. Callers give the slopes of a layer that has them as biases.
     """
     plain = not (spec.causal or spec.paged or spec.values_in_keys or spec.has_sinks)
     return plain and ("whole_prompt_attention", platform) in KERNELS

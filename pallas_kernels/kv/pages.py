@@ -255,7 +255,7 @@ def pool_shape(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> tuple[int, ...
 
 
 def holds_heads(kv: KVPages, num_heads: int) -> bool:
-    """Whether `data` has `num_heads` KV heads of the spec's sizes. Inside shard_map it has fewer than `spec`."""
+    """Return whether `data` has `num_heads` KV heads of the spec's sizes. Inside shard_map it has fewer than `spec`."""
     return kv.data.shape[1:] == pool_shape(replace(kv.spec, num_kv_heads=num_heads), kv.layout)[1:]
 
 
@@ -267,12 +267,12 @@ def page_bytes(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> int:
 
 
 def is_quantized(spec: KVSpec) -> bool:
-    """Whether the dtype of `spec` has one byte, so that elements are multiplied by a scale."""
+    """Return whether the dtype of `spec` has one byte, so that elements are multiplied by a scale."""
     return jnp.dtype(spec.dtype).itemsize == 1
 
 
 def has_head_scales(spec: KVSpec) -> bool:
-    """Whether elements have a scale per KV head, in KVPages.k_scale and v_scale: one-byte dtypes without token
+    """Return whether elements have a scale per KV head, in KVPages.k_scale and v_scale: one-byte dtypes without token
     scales.
     """
     return is_quantized(spec) and not spec.token_scales

@@ -42,7 +42,7 @@ class LoraVisits(NamedTuple):
 
 
 def has_lora_product(platform: str) -> bool:
-    """Whether `platform`, one of registry.PLATFORMS, has an implementation of lora_product."""
+    """Return whether `platform`, one of registry.PLATFORMS, has an implementation of lora_product."""
     return (OP, platform) in KERNELS
 
 

@@ -102,7 +102,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a dtype, as arrays and ShapeDtypeStructs do."""
+    """Return whether a leaf has a shape and a dtype, as arrays and ShapeDtypeStructs do."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

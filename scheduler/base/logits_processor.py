@@ -67,8 +67,8 @@ class Column:
         return type(self.default)(value)
 
     def _allows(self, value: Any) -> bool:
-        """Whether a value is of the parameter's kind (bool, integer, or real number), within its limits, and among its
-        `values` if there are any. False for NaN.
+        """Return whether a value is of the parameter's kind (bool, integer, or real number), within its limits, and
+        among its `values` if there are any. False for NaN.
         """
         kind = type(self.default)
         if isinstance(value, bool) or kind is bool:

@@ -195,8 +195,8 @@ class TranscriptRules:
     most_initial: int = -1
 
     def is_timed(self, prompt: Sequence[int]) -> bool:
-        """Whether a transcript after this prompt has timestamps: the prompt names a task, if the model has several, and
-        does not contain the token that requests a transcript without them.
+        """Return whether a transcript after this prompt has timestamps: the prompt names a task, if the model has
+        several, and does not contain the token that requests a transcript without them.
         """
         has_task = not self.tasks or any(task in prompt for task in self.tasks)
         return has_task and self.first_timestamp - 1 not in prompt

@@ -188,7 +188,7 @@ class AdapterSlots:
         return next((index for index, slot in enumerate(self._slots) if slot.owner is adapter), None)
 
     def _is_claimed(self, slot: _Slot, request: Request) -> bool:
-        """Whether an earlier request (by `_order`) than this one has a claim on the slot."""
+        """Return whether an earlier request (by `_order`) than this one has a claim on the slot."""
         claim = slot.claim
         return claim is not None and _order(claim) < _order(request)
 
@@ -217,8 +217,8 @@ class AdapterSlots:
                 min(free, key=lambda slot: slot.used).claim = request
 
     def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
-        """Whether a slot may be taken for the request: it has no owner, or its owner is on the devices, no running
-        request uses it, and it is not promised to a waiting request of the same or earlier order.
+        """Return whether a slot may be taken for the request: it has no owner, or its owner is on the devices, no
+        running request uses it, and it is not promised to a waiting request of the same or earlier order.
 
         is_running: bool [slots], slots whose adapters running requests use. A promise to a later request is no reason
         to wait: a preempted request may have lost its slot to one of those, which in turn waits because of its claim.
@@ -250,8 +250,9 @@ def _order(request: Request) -> tuple[int, int]:
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests use so few of the `num_slots` adapter slots that jaxengine.models.adapters.are_few
-    holds. columns: for each replica, the adapter slot of each of its slots, -1 for none.
+    """Return whether running requests use so few of the `num_slots` adapter slots that
+    jaxengine.models.adapters.are_few holds. columns: for each replica, the adapter slot of each of its slots, -1 for
+    none.
     """
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 

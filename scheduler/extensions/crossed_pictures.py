@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxengine.scheduler.base.request import Request
-from jaxengine.scheduler.batches.batch import ScheduledBatch
-from jaxengine.scheduler.extension import RankExtension
-from jaxengine.scheduler.extensions.pictures import EncoderRows
+from jaxengine.scheduler.extensions.pictures import EncoderPools, EncoderRows, RankEncoderPool
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "crossed_pictures"
 
@@ -40,35 +37,20 @@ class CrossedPictureOptions:
         return CrossedPictures(self)
 
 
-class CrossedPictures(SchedulerExtension):
+class CrossedPictures(EncoderPools):
     """Scheduler extension with the pools of encoded images of all replicas."""
 
     name: ClassVar[str] = NAME
-    ranks: Sequence[RankCrossedPictures]
-
-    def __init__(self, options: CrossedPictureOptions):
-        """Store the options. `start` creates the pools."""
-        self._options = options
-
-    @property
-    def rows(self) -> list[EncoderRows]:
-        """Pool of each replica."""
-        return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """Create `ranks`, one for each replica, with empty pools."""
         self.ranks = [RankCrossedPictures(self._options) for _ in ranks]
 
-    def reset_cache(self) -> None:
-        """Drop the encoded images in the pools of all replicas; slots keep those that they need (EncoderRows.clear)."""
-        for rows in self.rows:
-            rows.clear()
 
+class RankCrossedPictures(RankEncoderPool):
+    """One replica's pool of images in its schedule."""
 
-class RankCrossedPictures(RankExtension):
-    """One replica's pool of images in its schedule. Its section of a batch lists the images to be encoded before the
-    forward pass.
-    """
+    section = NAME
 
     def __init__(self, options: CrossedPictureOptions):
         """Create an empty pool."""
@@ -81,10 +63,6 @@ class RankCrossedPictures(RankExtension):
         if (media := request.media) is None:
             return []
         return [int(self.rows.index(request.slot, media, item.begin, 1)[0]) for item in media.items]
-
-    def begin(self) -> None:
-        """Start a step, with no image to encode yet."""
-        self.rows.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
         """Return `count` for a running request (hits None). For a request to be admitted, return 0 if any of its images
@@ -99,12 +77,3 @@ class RankCrossedPictures(RankExtension):
         """Reserve pool rows for all images of the request; those not in the pool are added to those to be encoded."""
         if request.media is not None:
             self.rows.take(request.slot, request.media, 0, request.media.end)
-
-    def complete(self, batch: ScheduledBatch) -> None:
-        """Add the images to be encoded as a section of the batch, if there are any."""
-        if self.rows.encodes:
-            batch.sections[NAME] = self.rows.encodes
-
-    def release(self, slot: int) -> None:
-        """Release the slot's images; they stay in the pool until their rows are needed for others."""
-        self.rows.release(slot)

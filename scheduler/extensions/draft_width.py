@@ -65,7 +65,9 @@ class DraftWidth:
         self._num_prefills, self._of_new_text = 0, _OF_NEW_TEXT
 
     def has_any(self, num_rows: int) -> bool:
-        """Whether decodes of a step with at most `num_rows` decodes in a replica may have more than one token each."""
+        """Return whether decodes of a step with at most `num_rows` decodes in a replica may have more than one token
+        each.
+        """
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:

@@ -117,8 +117,8 @@ class LoadRoom:
         return sum(key not in self._claims.pages for key in self._free(load)) + load.num_more
 
     def fits(self, num_pages: int, is_far: bool = False) -> bool:
-        """Whether the first request in the queue may begin a load that takes `num_pages` free pages: a slot and pages
-        are left, beyond `Rank.num_reserved`, or no load that counts for it is in progress.
+        """Return whether the first request in the queue may begin a load that takes `num_pages` free pages: a slot and
+        pages are left, beyond `Rank.num_reserved`, or no load that counts for it is in progress.
 
         In the latter case those whose pages count would run after this request, or wait for another extension, maybe
         for what this request has there: if it waited for them, nothing might ever run.
@@ -149,7 +149,7 @@ class LoadRoom:
         return next((each for each in self._expected.loads if not each.is_done), None)
 
     def is_in_progress(self, load: Load) -> bool:
-        """Whether a load has begun and neither it nor its request has ended."""
+        """Return whether a load has begun and neither it nor its request has ended."""
         return not load.is_done and load.request in self.loads
 
     def begin(self, load: Load) -> None:

@@ -54,11 +54,11 @@ class Store(Protocol):
     """The content of pages and states, stored by key outside of the devices."""
 
     def has(self, key: bytes) -> bool:
-        """Whether a key is stored, or being stored."""
+        """Return whether a key is stored, or being stored."""
         ...
 
     def is_far(self, key: bytes) -> bool:
-        """Whether only another engine has a key, from which it may come late, or not at all."""
+        """Return whether only another engine has a key, from which it may come late, or not at all."""
         ...
 
     def pin(self, keys: Sequence[bytes]) -> None:
@@ -70,7 +70,7 @@ class Store(Protocol):
         ...
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
-        """Whether loading `num_stored` pages or states takes less time than computing `num_tokens` tokens."""
+        """Return whether loading `num_stored` pages or states takes less time than computing `num_tokens` tokens."""
         ...
 
 
@@ -184,7 +184,9 @@ class Offload(SchedulerExtension):
         return True
 
     def defers(self, request: Request) -> bool:
-        """Whether a request must stay in the queue, and with it all later ones, until there is room for its load."""
+        """Return whether a request must stay in the queue, and with it all later ones, until there is room for its
+        load.
+        """
         return self._blocked is not None and self._blocked[0] is request
 
     def ready(self) -> Iterable[Request]:
@@ -245,14 +247,14 @@ class Offload(SchedulerExtension):
         self.ended(request)
 
     def is_wanted(self, key: bytes) -> bool:
-        """Whether the page or state of a key (`page_key`, `state_key`) is to be stored: it is not stored yet, and
-        requests have looked for it at least store_threshold times. A threshold below 2 needs no look-up.
+        """Return whether the page or state of a key (`page_key`, `state_key`) is to be stored: it is not stored yet,
+        and requests have looked for it at least store_threshold times. A threshold below 2 needs no look-up.
         """
         least = self.options.store_threshold
         return not self.store.has(key) and (least < 2 or self._num_lookups.get(key[:32], 0) >= least)
 
     def _is_still_blocked(self, request: Request) -> bool:
-        """Whether a request's load had no room when it was looked for last, and still has none on any replica."""
+        """Return whether a request's load had no room when last looked for, and still has none on any replica."""
         if self._blocked is None or self._blocked[0] is not request:
             return False
         return not any(room.rank.is_open and room.fits(self._blocked[1]) for room in self.rooms)
@@ -270,8 +272,8 @@ class Offload(SchedulerExtension):
         return Load(request, rank.index, found.pages, keys, num_tokens, num_more, is_far)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
-        """Whether a request should wait for `load`. A preempted one should only in mode "swap", or in mode "auto" if
-        loading takes less time than computing (`Store.pays`).
+        """Return whether a request should wait for `load`. A preempted one should only in mode "swap", or in mode
+        "auto" if loading takes less time than computing (`Store.pays`).
         """
         if request.status is not RequestStatus.PREEMPTED:
             return True

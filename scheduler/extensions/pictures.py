@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -235,7 +235,7 @@ class EncoderRows:
         return self._began.get(slot, self._generation), item.digest
 
     def _tower(self, item: MediaItem) -> bool:
-        """Whether the second tower, that of sounds, encodes an item."""
+        """Return whether the second tower, that of sounds, encodes an item."""
         return self._most[True] > 0 and item.modality == AUDIO
 
     def _leave(self, slot: int, key: _Key) -> None:
@@ -276,13 +276,12 @@ def _within(media: Media, start: int, count: int) -> list[MediaItem]:
     return [item for item in media.items if item.begin < start + count and item.end > start]
 
 
-class Pictures(SchedulerExtension):
-    """Scheduler extension with the embedding pools of all replicas."""
+class EncoderPools(SchedulerExtension):
+    """Base of scheduler extensions with an EncoderRows pool for each replica."""
 
-    name: ClassVar[str] = NAME
-    ranks: Sequence[RankPictures]
+    ranks: Sequence[RankEncoderPool]
 
-    def __init__(self, options: PictureOptions):
+    def __init__(self, options: Any):
         """Store the options. `start` creates the pools."""
         self._options = options
 
@@ -291,20 +290,48 @@ class Pictures(SchedulerExtension):
         """Pool of each replica."""
         return [rank.rows for rank in self.ranks]
 
-    def start(self, ranks: Sequence[Rank]) -> None:
-        """Create `ranks`, one for each replica, with empty pools."""
-        self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
-
     def reset_cache(self) -> None:
         """Drop the embeddings in the pools of all replicas; slots keep those that they need (EncoderRows.clear)."""
         for rows in self.rows:
             rows.clear()
 
 
-class RankPictures(RankExtension):
-    """One replica's embedding pool in its schedule. Its section of a batch lists the images to be encoded before the
-    forward pass.
+class RankEncoderPool(RankExtension):
+    """Base of one replica's pool in its schedule. Its section of a batch, named `section`, lists the items to be
+    encoded before the forward pass.
     """
+
+    section: ClassVar[str]
+    rows: EncoderRows
+
+    def begin(self) -> None:
+        """Start a step, with no item to encode yet."""
+        self.rows.begin_step()
+
+    def complete(self, batch: ScheduledBatch) -> None:
+        """Add the items to be encoded as a section of the batch, if there are any."""
+        if self.rows.encodes:
+            batch.sections[self.section] = self.rows.encodes
+
+    def release(self, slot: int) -> None:
+        """Release all items of the slot; they stay in the pool until their rows are needed for others."""
+        self.rows.release(slot)
+
+
+class Pictures(EncoderPools):
+    """Scheduler extension with the embedding pools of all replicas."""
+
+    name: ClassVar[str] = NAME
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        """Create `ranks`, one for each replica, with empty pools."""
+        self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
+
+
+class RankPictures(RankEncoderPool):
+    """One replica's embedding pool in its schedule."""
+
+    section = NAME
 
     def __init__(self, options: PictureOptions, slots: Slots):
         """Create an empty pool, for the prompts in these slots."""
@@ -312,10 +339,6 @@ class RankPictures(RankExtension):
         self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole, max_sound_patches=sounds)
         self._slots = slots
         self._mrope = options.mrope
-
-    def begin(self) -> None:
-        """Start a step, with no image to encode yet."""
-        self.rows.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
         """Return how many of the `count` tokens from `start` on the step can compute as far as images are concerned
@@ -331,8 +354,7 @@ class RankPictures(RankExtension):
         """Add the images to be encoded to the batch as a section and the pool rows of its tokens to its message, each
         only if there are any, and release the images that the chunks pass.
         """
-        if self.rows.encodes:
-            batch.sections[NAME] = self.rows.encodes
+        super().complete(batch)
         slots = batch.slots[batch.num_decode :].tolist()
         if not slots:
             return
@@ -347,7 +369,3 @@ class RankPictures(RankExtension):
             batch.message[NAME] = message
         for slot, start, count in zip(slots, starts, counts, strict=True):
             self.rows.passed(slot, start + count)
-
-    def release(self, slot: int) -> None:
-        """Release all images of the slot; they stay in the pool until their rows are needed for others."""
-        self.rows.release(slot)

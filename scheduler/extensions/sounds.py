@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxengine.scheduler.base.request import Request
-from jaxengine.scheduler.batches.batch import ScheduledBatch
-from jaxengine.scheduler.extension import RankExtension
-from jaxengine.scheduler.extensions.pictures import EncoderRows
+from jaxengine.scheduler.extensions.pictures import EncoderPools, EncoderRows, RankEncoderPool
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "sounds"
 # Prompts that a replica aligns with their sounds in one step: their results stay on the devices until the step is read.
@@ -41,35 +38,20 @@ class SoundOptions:
         return Sounds(self)
 
 
-class Sounds(SchedulerExtension):
+class Sounds(EncoderPools):
     """Scheduler extension with the pools of encoded sounds of all replicas."""
 
     name: ClassVar[str] = NAME
-    ranks: Sequence[RankSounds]
-
-    def __init__(self, options: SoundOptions):
-        """Store the options. `start` creates the pools."""
-        self._options = options
-
-    @property
-    def rows(self) -> list[EncoderRows]:
-        """Pool of each replica."""
-        return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """Create `ranks`, one for each replica, with empty pools."""
         self.ranks = [RankSounds(self._options) for _ in ranks]
 
-    def reset_cache(self) -> None:
-        """Drop the encoded sounds in the pools of all replicas; slots keep those that they need (EncoderRows.clear)."""
-        for rows in self.rows:
-            rows.clear()
 
+class RankSounds(RankEncoderPool):
+    """One replica's pool of sounds in its schedule."""
 
-class RankSounds(RankExtension):
-    """One replica's pool of sounds in its schedule. Its section of a batch lists the sounds to be encoded before the
-    forward pass.
-    """
+    section = NAME
 
     def __init__(self, options: SoundOptions):
         """Create an empty pool, with no prompt to align in the present step."""
@@ -83,7 +65,7 @@ class RankSounds(RankExtension):
 
     def begin(self) -> None:
         """Start a step, with no sound to encode and no prompt to align yet."""
-        self.rows.begin_step()
+        super().begin()
         self._num_aligned = 0
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
@@ -105,12 +87,3 @@ class RankSounds(RankExtension):
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
         """Count the request if its prompt is to be aligned with its sound, for the limit in `chunk`."""
         self._num_aligned += request.params.alignment is not None
-
-    def complete(self, batch: ScheduledBatch) -> None:
-        """Add the sounds to be encoded as a section of the batch, if there are any."""
-        if self.rows.encodes:
-            batch.sections[NAME] = self.rows.encodes
-
-    def release(self, slot: int) -> None:
-        """Release the slot's sound; it stays in the pool until its row is needed for another."""
-        self.rows.release(slot)

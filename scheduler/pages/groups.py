@@ -118,7 +118,7 @@ class PageTables:
         return len(self.whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
 
     def can_take(self, hits: Hits, num_pages: int) -> bool:
-        """Whether the pool has `num_pages` free pages in addition to those of `hits`."""
+        """Return whether the pool has `num_pages` free pages in addition to those of `hits`."""
         return num_pages <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
@@ -236,7 +236,7 @@ class PageTables:
         self._num_registered[slot] = max(first, last)
 
     def is_registered(self, slot: int, num_tokens: int) -> bool:
-        """Whether all full pages of the slot's first `num_tokens` tokens have been registered."""
+        """Return whether all full pages of the slot's first `num_tokens` tokens have been registered."""
         return num_tokens // self.page_size <= int(self._num_registered[slot])
 
     def release(self, slot: int) -> None:

@@ -127,8 +127,8 @@ class PagePool:
         self._num_blank += len(blank)
 
     def never_registered(self, pages: np.ndarray) -> bool:
-        """Whether none of `pages` i32 [n] has been registered since it was allocated, so that each has at most one
-        owner. False if one of them is -1, which stands for no page.
+        """Return whether none of `pages` i32 [n] has been registered since it was allocated, so that each has at most
+        one owner. False if one of them is -1, which stands for no page.
         """
         return not self._was_registered[pages].any()
 

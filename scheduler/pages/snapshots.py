@@ -69,7 +69,9 @@ class Snapshots:
         self._busy.clear()
 
     def has(self, digest: bytes) -> bool:
-        """Whether the state after the page with this digest can be found; False for one that the newest step saves."""
+        """Return whether the state after the page with this digest can be found; False for one that the newest step
+        saves.
+        """
         return digest in self._of
 
     @property

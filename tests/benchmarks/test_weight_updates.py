@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.weights.weight_updates import KINDS, KV, is_third, moved, state_after
+from benchmarks.weights.weight_updates import KINDS, KV, is_third, milliseconds, moved, state_after
 
 
 def test_an_update_changes_what_it_brings_and_nothing_else():
@@ -23,3 +23,7 @@ def test_numbers_are_all_different_ones():
     assert len(set(found)) == 3 and found[0] == array.tobytes() and (array == 1).all()
     assert [is_third(f"model.layers.{layer}.mlp.up_proj.weight") for layer in range(4)] == [True, False, False, True]
     assert not is_third("model.norm.weight")
+
+
+def test_a_row_may_be_of_an_adapter_alone():
+    assert milliseconds([0.003, 0.001, 0.0021]) == 2.1 and milliseconds([]) is None

@@ -130,7 +130,7 @@ def launches(module: Module, scope: str = "", trips: Sequence[int] = ()) -> int:
 
 
 def _fetches(instruction: Instruction) -> bool:
-    """Whether an instruction starts to prefetch an array that this run uses, not the next one."""
+    """Return whether an instruction starts to prefetch an array that this run uses, not the next one."""
     return instruction.opcode == "copy-start" and _NEXT_RUN not in instruction.rest
 
 
@@ -216,7 +216,7 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
 
 
 def _combines(module: Module, update: Instruction) -> bool:
-    """Whether an update instruction also reads the values that it replaces.
+    """Return whether an update instruction also reads the values that it replaces.
 
     A scatter does, unless its computation returns its second parameter, the new value. A dynamic-update-slice never
     does.

@@ -154,7 +154,9 @@ def _scatters(module: Module) -> set[str]:
 
 
 def _keeps_a_part(body: Sequence[Instruction]) -> bool:
-    """Whether the result of a fusion is a slice of the all-reduce in it that has one device's share of the elements."""
+    """Return whether the result of a fusion is a slice of the all-reduce in it that has one device's share of the
+    elements.
+    """
     by_name = {each.name: each for each in body}
     kept = next((each for each in body if each.root and each.opcode == "dynamic-slice"), None)
     summed = by_name.get(kept.operands[0]) if kept is not None else None
@@ -166,7 +168,7 @@ def _keeps_a_part(body: Sequence[Instruction]) -> bool:
 
 
 def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
-    """Whether an instruction completes a reduce-scatter that `_scatters` finds. by_name: instructions of its
+    """Return whether an instruction completes a reduce-scatter that `_scatters` finds. by_name: instructions of its
     computation.
 
     The parts of such a reduce-scatter have sizes that suit the rings, so a device sends rows beyond its own part on to
@@ -226,7 +228,7 @@ def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]
 
 
 def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], module: Module) -> bool:
-    """Whether an instruction has users and each takes a dynamic slice, itself or in its fusion. body: its
+    """Return whether an instruction has users and each takes a dynamic slice, itself or in its fusion. body: its
     computation.
     """
     users = [user for user in body if instruction.name in user.operands]
@@ -312,8 +314,8 @@ class Expected:
 
 
 def _attends_beside_state(attention: LayerAttention) -> bool:
-    """Whether a layer has attention and a state with separate output products, whose results are both summed over
-    devices.
+    """Return whether a layer has attention and a state with separate output products, whose results are both summed
+    over devices.
     """
     return attention.beside_state and not attention.has_blocks
 

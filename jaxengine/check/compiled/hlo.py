@@ -252,7 +252,7 @@ def _brief(instruction: Instruction) -> str:
 
 
 def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
-    """Whether an instruction copies an array from on-chip memory back to device memory in the same layout.
+    """Return whether an instruction copies an array from on-chip memory back to device memory in the same layout.
 
     `moved_bytes` counts these bytes. body: instructions of its computation.
     """
@@ -263,7 +263,7 @@ def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
 
 
 def _keeps_place(module: Module, instruction: Instruction) -> bool:
-    """Whether an instruction with a result of a pool's size updates its operand in place.
+    """Return whether an instruction with a result of a pool's size updates its operand in place.
 
     A kernel does if it declares aliasing, a fusion if all its results of that size are in-place updates or parameters;
     no other instruction does.
@@ -307,7 +307,7 @@ def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -
 
 
 def _changes_layout(instruction: Instruction) -> bool:
-    """Whether an offloaded instruction returns its operand in another layout: same element type and shape, other
+    """Return whether an offloaded instruction returns its operand in another layout: same element type and shape, other
     layout.
     """
     shapes = list(_SHAPE.finditer(instruction.type_text))[:2]
@@ -318,7 +318,7 @@ def _changes_layout(instruction: Instruction) -> bool:
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
-    """Whether an instruction moves or converts data and computes nothing.
+    """Return whether an instruction moves or converts data and computes nothing.
 
     A fusion does if everything in it moves data or is trivial, and something moves data.
     """
@@ -350,7 +350,8 @@ def _given(module: Module) -> _Given:
 
 
 def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
-    """Whether an operand of an instruction comes, only through moves, from a parameter of the program or of a loop.
+    """Return whether an operand of an instruction comes, only through moves, from a parameter of the program or of a
+    loop.
 
     Parameters of a branch, and on-chip parameters of a loop, are traced to the instructions that produce them. body:
     instructions of its computation. given: result of `_given`.

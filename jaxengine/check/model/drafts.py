@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxengine.check.compiled.hlo import MustNotCopy
-from jaxengine.check.model.programs import CheckedProgram, StagePrograms
+from jaxengine.check.model.programs import CheckedProgram, StagePrograms, checked_step
 from jaxengine.check.model.roofline import Work
 from jaxengine.check.model.shapes import model_config
 from jaxengine.config.engine_config import EngineConfig
@@ -95,15 +95,5 @@ def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Che
     for bucket in stage.buckets(short):
         for make in (found.programs.before, found.programs.after):
             if (program := make(bucket, found.weights, kept)) is not None:
-                yield CheckedProgram(
-                    name=program.name,
-                    mesh=stage.mesh,
-                    is_step=True,
-                    is_largest=False,
-                    function=program.function,
-                    arguments=program.arguments,
-                    donate=program.donate,
-                    work=Work(0, 0),
-                    must_not_copy=MustNotCopy(pools),
-                    expected=None,
-                )
+                others = {"must_not_copy": MustNotCopy(pools), "expected": None}
+                yield checked_step(program, stage.mesh, work=Work(0, 0), **others)

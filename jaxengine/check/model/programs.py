@@ -119,6 +119,14 @@ class CheckedProgram:
     block: Block | None = None
 
 
+def checked_step(
+    program: Any, mesh: Mesh, *, prefix: str = "", is_largest: bool = False, **others: Any
+) -> CheckedProgram:
+    """Return a Program of the engine as a step to check. prefix: put before its name. others: further fields."""
+    own = program.function, program.arguments, program.donate
+    return CheckedProgram(f"{prefix}{program.name}", mesh, True, is_largest, *own, **others)
+
+
 def open_stages(
     model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
 ) -> list[StagePrograms]:
@@ -210,17 +218,13 @@ class StagePrograms:
         program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
         positions = size * width
         rows = Bucket(positions, positions)
-        return CheckedProgram(
-            name=f"{self._prefix}{program.name}",
-            mesh=self.mesh,
-            is_step=True,
-            is_largest=False,
-            function=program.function,
-            arguments=program.arguments,
-            donate=program.donate,
+        return checked_step(
+            program,
+            self.mesh,
             work=epilogue_work(self.model, name, size, width),
             must_not_copy=self._must_not_copy(positions, self.steps.kv_shapes(num_pages)),
             expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
+            prefix=self._prefix,
         )
 
     def forward(self, bucket: Bucket, num_pages: int) -> CheckedProgram:
@@ -233,14 +237,11 @@ class StagePrograms:
         program = self.steps.forward(bucket, self.params, kv)
         # CPUs and GPUs pad a single row to two.
         at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
-        return CheckedProgram(
-            name=f"{self._prefix}{program.name}",
-            mesh=self.mesh,
-            is_step=True,
+        return checked_step(
+            program,
+            self.mesh,
+            prefix=self._prefix,
             is_largest=bucket == self.largest,
-            function=program.function,
-            arguments=program.arguments,
-            donate=program.donate,
             work=step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context),
             must_not_copy=self._must_not_copy(self.steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
@@ -467,7 +468,7 @@ def _limit(spec: AttentionSpec) -> str:
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a shape has more than one axis longer than 1."""
+    """Return whether a shape has more than one axis longer than 1."""
     return sum(size > 1 for size in shape) > 1
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxengine.check.compiled.exchanges import Expected
 from jaxengine.check.compiled.hlo import MustNotCopy
-from jaxengine.check.model.programs import CheckedProgram, StagePrograms
+from jaxengine.check.model.programs import CheckedProgram, StagePrograms, checked_step
 from jaxengine.check.model.roofline import Work
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.layers.base.linear import Linear
@@ -32,14 +32,9 @@ def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
         layout = own.layout
         for size in layout.sizes[-1:] if short else layout.sizes:
             program = own.encode(size, stage.params)
-            yield CheckedProgram(
-                name=program.name,
-                mesh=stage.mesh,
-                is_step=True,
-                is_largest=False,
-                function=program.function,
-                arguments=program.arguments,
-                donate=program.donate,
+            yield checked_step(
+                program,
+                stage.mesh,
                 work=tower_work(stage.model, layout, size),
                 must_not_copy=MustNotCopy(),
                 expected=_expected(stage, layout, size),

@@ -46,10 +46,10 @@ class Computing(NamedTuple):
       latents: whether there is a kernel for latents.
     """
 
-    decode: Callable[..., None] | None = None  # see `decode_partials`
-    prefill: Callable[..., None] | None = None  # see `prefill_attention`
-    prefill_rows: int = 2 * WARPGROUP_ROWS  # of a prefill tile, at most
-    latents: bool = True  # whether there is a kernel for latents
+    decode: Callable[..., None] | None = None
+    prefill: Callable[..., None] | None = None
+    prefill_rows: int = 2 * WARPGROUP_ROWS
+    latents: bool = True
 
 
 HOPPER = Computing()

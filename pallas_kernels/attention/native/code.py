@@ -300,7 +300,9 @@ class AttentionCode(Handlers):
         return values
 
     def cut(self, b: Builder, values: Mapping[str, Any], threads: Any) -> dict[str, Any]:
-        """Emit the computation of the number of items, and return it. values: fields of the job by name."""
+        """Emit the computation of the number of items, and return {"blocks": it}. values: fields of the job by name.
+        threads: not used.
+        """
         return {"blocks": b.mul(values["tiles_in_use"], values["kv_heads"])}
 
 
@@ -317,7 +319,9 @@ class _Item:
         self._rows = b.mul(self._count, own["group"])
 
     def compute(self, copies: Sequence[Any], dots: dict[int, Any], sums: dict[int, Any]) -> None:
-        """Emit the computation: `copies` of keys and values of a chunk, `dots` and `sums` of a number of rows."""
+        """Emit the computation. copies: LLVM functions that copy the keys and the values of a chunk. dots, sums: LLVM
+        functions by number of rows.
+        """
         b, own, scratch = self._b, self._own, self._scratch
         self._start()
         with b.loop(I64(0), self._count, 1, [I64(2**31 - 1), I64(0)]) as (token, limits):
@@ -367,7 +371,9 @@ class _Item:
         self._finish()
 
     def _by_rows(self, functions: dict[int, Any], arguments: Callable[[int, Any], list[Any]]) -> None:
-        """Emit calls of `functions`, by number of rows, that cover the item's rows. arguments(rows, row): of a call."""
+        """Emit calls of `functions`, by number of rows, that cover the item's rows. arguments(rows, row): returns those
+        of a call for `rows` rows from `row` on.
+        """
         b, done = self._b, I64(0)
         for rows in ROWS:
             stop = b.total((done,), (b.sdiv(b.sub(self._rows, done), I64(rows)), rows))

@@ -182,6 +182,8 @@ def attend_tiles(
     arrange = functools.partial(_arrange_queries, plan=plan, num_kv_heads=num_kv_heads, padded_tokens=padded_tokens)
     queries = arrange(q.astype(plan.operand_dtype))
     rest = None if q_rest is None else arrange(q_rest.astype(plan.operand_dtype))
+    if seen is not None:
+        seen = _pad_rows(_pad_axis(seen, 1, -(-seen.shape[1] // plan.block_kv) * plan.block_kv), padded_tokens)
     o, lse = _call_kernel(
         walk,
         page_table,
@@ -191,7 +193,7 @@ def attend_tiles(
         queries,
         rest,
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
-        None if seen is None else _pad_rows(_whole_blocks(seen, plan.block_kv), padded_tokens),
+        seen,
         kv.data if in_words else words.tile_rows(kv.data),
         plan=plan,
         o_dtype=q.dtype,
@@ -365,11 +367,6 @@ def _call_kernel(
         interpret=interpret,
         name="paged_attention_single" if block_q == 1 else "paged_attention_runs",
     )(walk, page_table, far_page_table, logit_scale, value_scale, sinks, q, q_rest, tree, seen, pool)
-
-
-def _whole_blocks(seen: jax.Array, block_kv: int) -> jax.Array:
-    """Return i32 [T, n] with zeros appended to its last axis until that is a multiple of `block_kv`."""
-    return _pad_axis(seen, 1, -(-seen.shape[1] // block_kv) * block_kv)
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:

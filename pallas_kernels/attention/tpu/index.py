@@ -213,7 +213,9 @@ def _call(
 
 
 def _score_chunk(counts, table, q, weights, pool, o, buffer, arrived, *, plan: _Plan, steps: int) -> None:
-    """Score the keys of a grid step's chunk, and start the copies of the next one's."""
+    """Write the scores of the keys of a grid step's chunk to `o`, once its pages have arrived; write nothing for a
+    chunk without pages to read. Start the copies of the core's next chunk, and in its first step those of its own.
+    """
     core, step, chunk = (pl.program_id(axis) for axis in range(3))
     index = step * plan.chunks + chunk  # of the core's chunks
 

@@ -148,8 +148,8 @@ def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
 
 
 def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
-    """Whether every row of the segment's tile sees every key of the block from position `first_key` on; False for
-    blocks to which a tree mask applies.
+    """Return whether every row of the segment's tile sees every key of the block from position `first_key` on; False
+    for blocks to which a tree mask applies.
     """
     seen_by_all = segment.position + 1 if plan.spec.causal else segment.end_key
     whole = (segment.first_row == 0) & (segment.end_row == plan.block_q) & (first_key + plan.block_kv <= seen_by_all)

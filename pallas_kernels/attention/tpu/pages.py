@@ -65,8 +65,8 @@ class Plan:
     in_words: bool = False  # whether a page is one row of words of a pool in the form of `words.word_rows`
 
     def sums_with_values(self, head: int) -> bool:
-        """Whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum of its
-        weights, because that sum fits into spare columns.
+        """Return whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum
+        of its weights, because that sum fits into spare columns.
 
         The sums are then of the rounded weights, the same that multiply the values. False for single tokens, whose time
         is spent on loading operands into the matrix unit.
@@ -183,7 +183,9 @@ def num_pages(segment: Segment, plan: Plan) -> jax.Array:
 
 
 def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
-    """Whether `item`, which belongs to `segment`, is the segment's last item: no later block of it has visible keys."""
+    """Return whether `item`, which belongs to `segment`, is the segment's last item: no later block of it has visible
+    keys.
+    """
     return (item[1] + 1) * plan.blocks.pages >= num_pages(segment, plan)
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from jaxengine.pallas_kernels.attention.xla.schedule import num_true
 from jaxengine.pallas_kernels.kv.pages import KVSpec
 from jaxengine.pallas_kernels.tuning import TpuAttention, Tuning
 
@@ -61,8 +62,8 @@ def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int
 
 
 def has_runs(num_tokens: int, num_seqs: int) -> bool:
-    """Whether a batch of num_tokens tokens and num_seqs rows needs the tiles `runs`: whether it has more tokens than
-    rows.
+    """Return whether a batch of num_tokens tokens and num_seqs rows needs the tiles `runs`: whether it has more tokens
+    than rows.
     """
     return num_tokens > num_seqs
 
@@ -120,7 +121,7 @@ def walk_of(
     # Every tile starts at most one segment of its own and every sequence one more.
     num_segments = num_tokens if block_q == 1 else min(num_tiles + num_seqs, num_tokens)
     index = jnp.arange(num_segments, dtype=jnp.int32)
-    seq = jnp.minimum(_count(index[:, None] >= ends), num_seqs - 1)
+    seq = jnp.minimum(num_true(index[:, None] >= ends), num_seqs - 1)
     tile = first_tile[seq] + index - (ends - counts)[seq]
     first_token = tile * block_q
     first_row = jnp.maximum(start[seq] - first_token, 0)
@@ -135,11 +136,6 @@ def walk_of(
     # Compared rather than searched: on TPU a [tiles, n] comparison is one small fusion.
     worked = index < ends[-1]
     tiles = jnp.arange(num_tiles + 1, dtype=jnp.int32)
-    tile_start = _count(worked & (tile < tiles[:, None]))
+    tile_start = num_true(worked & (tile < tiles[:, None]))
     num_computed = kv_lens - (end - start)[seq]
     return Walk(tile_start, tile, seq, first_row, end_row, position, first_page, end_key, num_computed)
-
-
-def _count(mask: jax.Array) -> jax.Array:
-    """Return the number of true elements of `mask` along the last axis, i32."""
-    return jnp.sum(mask, axis=-1, dtype=jnp.int32)

@@ -68,8 +68,8 @@ def _window(column: int, size: int) -> Window:
 
 
 def lies_by_token(num_kv_heads: int, group: int) -> bool:
-    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and results.
-    True for one kv head whose number of query heads, `group`, is a multiple of 16.
+    """Return whether tiles of several tokens order their rows token by token, which saves a transpose of queries and
+    results. True for one kv head whose number of query heads, `group`, is a multiple of 16.
     """
     return num_kv_heads == 1 and group % PACKED_SUBLANES == 0
 
@@ -146,7 +146,7 @@ def choose_parts(
 
 
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
-    """Whether all of an i32 page table of this shape, [S, W], fits in sizes.smem_table_bytes of SMEM.
+    """Return whether all of an i32 page table of this shape, [S, W], fits in sizes.smem_table_bytes of SMEM.
 
     Its size is counted in whole register tiles, which is more than the flat table takes, because a table of many short
     rows comes with a long work list.

@@ -163,8 +163,8 @@ def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> st
 
 
 def _is_xla(interpret: Any, product: str, reason: str) -> bool:
-    """Whether XLA computes the product: because `reason` is not "", which is logged once, or because the trace is for
-    no card with kernels.
+    """Return whether XLA computes the product: because `reason` is not "", which is logged once, or because the trace
+    is for no card with kernels.
 
     interpret: if it is not False, the kernel runs on any device. product: the product's name in the log.
     """
@@ -178,7 +178,7 @@ def _is_xla(interpret: Any, product: str, reason: str) -> bool:
 def _is_unfused(
     interpret: Any, size: int, out: int, reason: str, activation: Gating, tensor_memory: bool | None
 ) -> bool:
-    """Whether the product, by whichever implementation, is written to memory and activated from there.
+    """Return whether the product, by whichever implementation, is written to memory and activated from there.
 
     reason: why XLA computes the product, "" if it does not. size, out: inputs and outputs of the matrix. interpret,
     tensor_memory: arguments of the public functions. True if `reason` is not "", if the trace is for no card with
@@ -200,7 +200,7 @@ def _on_blackwell(tensor_memory: bool | None) -> bool:
 
 
 def _multiplies() -> bool:
-    """Whether the trace is for a card with Mosaic GPU kernels for matrix products."""
+    """Return whether the trace is for a card with Mosaic GPU kernels for matrix products."""
     return (card := card_of_trace()) is not None and card.multiplies
 
 

@@ -207,8 +207,8 @@ class Shape(NamedTuple):
 
 
 def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix: for groups of at least
-    CHUNK inputs, and where `sums_are_smaller`.
+    """Return whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix: for groups of
+    at least CHUNK inputs, and where `sums_are_smaller`.
 
     average: rows of a tile of an average group (`tile_rows_of`). group: number of inputs that share a scale.
     """

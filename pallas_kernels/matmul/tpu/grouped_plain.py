@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jaxengine.pallas_kernels.matmul.gated import Gating, activated, biased
 from jaxengine.pallas_kernels.matmul.tpu.grouped import (
@@ -19,6 +17,7 @@ from jaxengine.pallas_kernels.matmul.tpu.grouped import (
     product_of_groups,
 )
 from jaxengine.pallas_kernels.matmul.tpu.widened import why_not_aligned
+from jaxengine.pallas_kernels.matmul.xla import ragged
 from jaxengine.pallas_kernels.tuning import TpuProducts
 
 
@@ -39,10 +38,7 @@ def grouped_matmul(
     sizes: tile sizes, None for those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     if why_not_aligned(x.shape[1], 1, x.dtype):
-        y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
-        row = jnp.arange(len(x), dtype=jnp.int32)
-        y = jnp.where((row < jnp.sum(group_sizes))[:, None], y, 0).astype(out_dtype)
-        return biased(y, group_sizes, bias)
+        return biased(ragged.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype), group_sizes, bias)
     return product_of_groups(x, None, Matrix(w, bias=bias), group_sizes, None, x.dtype, out_dtype, sizes, interpret)
 
 

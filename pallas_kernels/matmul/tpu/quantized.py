@@ -61,8 +61,8 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str
 
 
 def sums_are_smaller(rows: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether to scale the sums of groups rather than the matrix, because for so few rows there are fewer sums than
-    codes.
+    """Return whether to scale the sums of groups rather than the matrix, because for so few rows there are fewer sums
+    than codes.
 
     Per group, the sums have one number for each row, the matrix one for each of its `group` inputs.
     """

@@ -284,17 +284,19 @@ def test_errors_are_told_apart(tmp_path, capsys):
                 await asyncio.sleep(30)
             case 8:
                 await server.events(writer, [b"[1]"])
+            case 9:
+                await server.events(writer, [b"[" * 200_000])
             case _:
                 await server.events(writer, good)
 
     with ScriptedServer(fail) as server:
-        options = ["--num-prompts", "9", "--output-len", "3", "--max-concurrency", "1", "--timeout", "0.5"]
+        options = ["--num-prompts", "10", "--output-len", "3", "--max-concurrency", "1", "--timeout", "0.5"]
         status, found = bench(server, tmp_path, *options)
     result = found["results"][0]
     kinds = ("http 429", "stream error", "cut", "empty", "timeout")
     assert {kind: result["errors"].get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
-    assert result["errors"]["protocol"] == 3  # half a stream, what is no JSON, and JSON that is no event
-    assert (status, result["successful_requests"], result["failed_requests"]) == (0, 1, 8)
+    assert result["errors"]["protocol"] == 4  # half a stream, no JSON, JSON that is no event, JSON nested too deeply
+    assert (status, result["successful_requests"], result["failed_requests"]) == (0, 1, 9)
     assert "queue is full" in result["first_error"] and "http 429: 1" in capsys.readouterr().out
 
 

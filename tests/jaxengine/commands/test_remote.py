@@ -21,12 +21,23 @@ PNG = b"\x89PNG"
 class _Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.seen.append((self.path, self.headers.get("Authorization"), None))
+        if self.path in BROKEN:
+            self.send_response(200)
+            self.send_header("Content-Length", "300000")
+            self.end_headers()
+            self.wfile.write(BROKEN[self.path])
+            return
         self._answer(200, {"data": [{"id": "first"}, {"id": "second"}]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, self.headers.get("Authorization"), body))
         said = body.get("prompt") or body["messages"][-1]["content"]
+        if said == "refused deeply":
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b"[" * 60_000)
+            return
         if said == "refused":
             self._answer(400, {"error": {"message": "too long"}})
             return
@@ -51,6 +62,8 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(body).encode())
 
 
+# Lists of models that are no such list, by their paths: one is cut off, one nested too deeply.
+BROKEN = {"/cut/models": b"{", "/deep/models": b"[" * 300_000}
 # Events of servers that stream otherwise than OpenAI's, by the prompt.
 OTHER = {
     "number": 3,
@@ -110,6 +123,12 @@ def test_pictures_are_sent_as_data_and_as_addresses(talk, tmp_path):
     assert addresses == ["data:image/png;base64,iVBORw==", "https://a.org/b"]
 
 
+@each_row(("path", "message"), [("/cut", "no server answers at"), ("/deep", "no model is found at")])
+def test_a_broken_list_of_models_is_one_line(talk, path, message):
+    status, _, err, _ = talk("complete", "a", path=path)
+    assert status == 2 and message in err and err.count("\n") == 1
+
+
 def test_texts_are_continued(talk):
     extra = ("--extra-args", '{"mine": 1}', "--model-name", "second", "--thinking-token-budget", "5")
     status, out, _, seen = talk("complete", "a b\n\nc\n", *extra, path="")
@@ -125,6 +144,7 @@ def test_texts_are_continued(talk):
     [
         ("chat", "refused", "answered 400: too long"),
         ("complete", "refused", "answered 400: too long"),
+        ("complete", "refused deeply", "answered 400: Bad Request"),
         ("complete", "breaks", "broken"),
         ("chat", "cut", "was cut off"),
         *(("complete", said, "the server's stream is not OpenAI's: ") for said in OTHER),
