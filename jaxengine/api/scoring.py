@@ -146,7 +146,7 @@ def pair_prompt(inputs: InputProcessor, query: Side, document: Side, chat_templa
 
 
 def reads_apart(model: PoolingModel) -> bool:
-    """Whether the model embeds the two texts of a pair separately, so that their embeddings are compared."""
+    """Return whether the model embeds the two texts of a pair separately, so that their embeddings are compared."""
     return model.task in (EMBED, TOKEN_EMBED)
 
 
