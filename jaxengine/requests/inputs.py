@@ -449,15 +449,15 @@ def make_processor(inputs: InputProcessor) -> Processor:
 
 
 def follows_every_step(params: SamplingParams) -> bool:
-    """Whether a request's tokens are needed as soon as they are generated, for a stream, stop strings, repetition
-    detection, logprobs or what truncation kept.
+    """Return whether a request's tokens are needed as soon as they are generated, for a stream, stop strings,
+    repetition detection, logprobs or what truncation kept.
     """
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
     return streamed or ends_by_output(params) or params.num_logprobs is not None or bool(params.return_sampling_mask)
 
 
 def ends_by_output(params: SamplingParams) -> bool:
-    """Whether the content of the output may end it, by a stop string or a repetition."""
+    """Return whether the content of the output may end it, by a stop string or a repetition."""
     return bool(params.stop) or params.repetition_detection is not None
 
 

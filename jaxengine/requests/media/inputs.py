@@ -41,7 +41,7 @@ _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a prompt has media that are not preprocessed yet, processor options, or vLLM's encoder prompt."""
+    """Return whether a prompt has media that are not preprocessed yet, processor options, or vLLM's encoder prompt."""
     return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS) or ENCODER in prompt)
 
 
@@ -124,7 +124,7 @@ class MediaInputs:
         self._config = config
 
     def stand_alone(self, prompt: Mapping[str, Any]) -> bool:
-        """Whether a prompt is an item without a text, of a model that embeds items by themselves (CLIP)."""
+        """Return whether a prompt is an item without a text, of a model that embeds items by themselves (CLIP)."""
         ids = prompt.get("prompt_token_ids")  # of any form, such as an array, whose truth is not its length
         has_text = bool(prompt.get("prompt")) or (ids is not None and np.size(ids) > 0)
         return getattr(self.processor, "stand_alone", False) and not has_text

@@ -133,7 +133,7 @@ def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
     """Return a copy of SamplingParams with `changes`, and with a max_tokens of at most `max_model_len`, or None.
     Another object is returned unchanged, for the caller to refuse.
 
-    No output is longer. The classes that vLLM has, too, take more, as vLLM's do; servers refuse it.
+    No output is longer. As in vLLM, a larger max_tokens is no error here; servers refuse it.
     """
     if not isinstance(params, SamplingParams):
         return params

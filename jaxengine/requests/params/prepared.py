@@ -65,8 +65,8 @@ def verify_salt(salt: Any) -> None:
 
 
 def is_token_ids(value: Any) -> bool:
-    """Whether a value is a single prompt as token ids: a list, tuple or range whose first item is an integer, or a
-    one-dimensional integer array. True for an empty array, False for an empty list.
+    """Return whether a value is a single prompt as token ids: a list, tuple or range whose first item is an integer, or
+    a one-dimensional integer array. True for an empty array, False for an empty list.
     """
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)

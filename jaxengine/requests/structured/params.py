@@ -306,7 +306,7 @@ def _schema(value: Any, name: str = "json") -> str:
     try:
         if isinstance(value, str):
             text = _text(name, value, MAX_SCHEMA_BYTES)
-            schema = json.loads(text, parse_constant=_no_constant)
+            schema = json.loads(text, parse_constant=int)  # int("NaN") raises ValueError
         else:
             if not isinstance(value, Mapping):
                 raise _invalid(name, value, allowed)
@@ -325,11 +325,6 @@ def _schema(value: Any, name: str = "json") -> str:
         if key in ("$ref", "$dynamicRef") and isinstance(item, str) and not item.startswith("#"):
             raise _invalid(name, item, "a schema that refers only to parts of itself (#...); nothing is fetched")
     return text
-
-
-def _no_constant(name: str) -> Any:
-    """Raise ValueError: `json.loads` calls this for NaN, Infinity and -Infinity."""
-    raise ValueError(f"{name} is not JSON")
 
 
 def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:

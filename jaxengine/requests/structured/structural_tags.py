@@ -41,7 +41,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 _WITHOUT_EFFECT = (None, False, [], "json", -1)
 _FREE = ("any_text", "triggered_tags")
 _NOTHING = {"type": "const_string", "value": ""}
-_SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
+_LARK_ESCAPES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def tag_rules(tag: Mapping[str, Any], json_term: Callable[[Any], str]) -> list[Pieces]:
@@ -225,9 +225,8 @@ class _Writer:
 
 
 def lark_regex(pattern: str) -> str:
-    """Return the Lark term of a regular expression, in which slashes may be escaped."""
-    escaped = _SLASH_OR_ESCAPE.sub(lambda found: r"\/" if found[0] == "/" else found[0], pattern)
-    return "/" + escaped.replace("\n", r"\n") + "/"
+    """Return a regular expression as a Lark pattern, /.../, with slashes and line breaks escaped."""
+    return "/" + re.sub(r"(?s:\\.)|/|\n", lambda found: _LARK_ESCAPES.get(found[0], found[0]), pattern) + "/"
 
 
 def _checked(value: Any) -> dict[str, Any]:
