@@ -86,7 +86,9 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Count the end of a request in `uncounted`, once. reason, num_output: what its caller got; None: its own."""
+        """Remove a request from `uncounted` and count its end in the statistics; do nothing if it is not in there.
+        reason, num_output: what its caller got; None: its own.
+        """
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
@@ -154,7 +156,9 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch the newest step's sampler once the tokens that it needs are known, or its replacement at once."""
+        """Dispatch the newest step's sampler, after collecting older steps until the tokens that it needs are known. If
+        there is an epilogue, dispatch that at once instead.
+        """
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks
