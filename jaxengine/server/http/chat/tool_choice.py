@@ -139,7 +139,7 @@ def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
     forms = {each.name: body.text_forms[each.name] for each in callable_functions if each.name in body.text_forms}
     if not forms:
         return None
-    rules = []
+    rules: list[str] = []
     for number, (name, form) in enumerate(forms.items()):
         head = literal(f'{{"name": {literal(name)}}}\n')
         text = f"%lark {{\n{form['grammar']}\n}}" if "grammar" in form else lark_regex(form["regex"])
