@@ -126,7 +126,9 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule and dispatch a step; return it, None if it has no row or while paused; add events to `output`."""
+        """Schedule and dispatch a step; return it, None if it has no row or while paused. Add requests that timed out
+        and the extensions' events to `output`.
+        """
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)

@@ -146,7 +146,9 @@ class _MessageToolParser(parameters.ParameterToolParser):
         return super().finish()
 
     def _read_parts(self, parts: list[Part]) -> None:
-        """Pass bodies of messages to tools to `_read`, and write other parts as content."""
+        """Pass bodies of messages to tools to `_read`, and call `_begin_message` and `_end_message` around them. Write
+        other parts as content, but no words around messages to the user.
+        """
         for part in parts:
             if isinstance(part, Header):
                 self._header = part
