@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse
 
 Piece = str | dict[str, str]
 Pieces = list[Piece]
@@ -81,8 +81,7 @@ def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, which the caller raises, about the field `name` of a structural tag."""
-    text = f"structured_outputs.structural_tag.{name} must be {allowed}, got {show_value(value)}"
-    return RequestError(text, param="structured_outputs", value=value)
+    return refuse(f"structured_outputs.structural_tag.{name}", value, allowed)
 
 
 def _only(value: Mapping[str, Any], *names: str) -> None:
