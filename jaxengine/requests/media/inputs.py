@@ -26,7 +26,7 @@ from jaxengine.media.parts import check_parts
 from jaxengine.media.processors.log_mel import HOP
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.requests.media.cache import MediaCache, ProcessorCache
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid, show_value
 from jaxengine.scheduler.base.media import EMBEDS, Media, MediaItem
 
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
@@ -248,8 +248,7 @@ class MediaInputs:
         values other than a dict, and for more than 16,384 characters of JSON.
         """
         if options is not None and not isinstance(options, Mapping):
-            problem = f"{OPTIONS} is {show_value(options)}; allowed: a dict of the processor's arguments"
-            raise RequestError(problem, param=OPTIONS, value=options)
+            raise invalid(OPTIONS, options, "a dict of the processor's arguments")
         chosen = {**(self._config.mm_processor_kwargs or {}), **(options or {})}
         # Part of each item's digest.
         if len(json.dumps(chosen, default=str)) > _MAX_OPTIONS_CHARS:

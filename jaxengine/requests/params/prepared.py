@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingRecipe
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import invalid
 from jaxengine.scheduler.base.request import Request
 
 _MAX_SALT = 1024
@@ -60,8 +60,7 @@ Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | EmbedsPr
 def verify_salt(salt: Any) -> None:
     """Raise RequestError unless the value is a string of 1 to 1024 characters or None."""
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
-        problem = f"cache_salt is {show_value(salt)}; allowed: a string of 1 to {_MAX_SALT} characters"
-        raise RequestError(problem, param="cache_salt", value=salt)
+        raise invalid("cache_salt", salt, f"a string of 1 to {_MAX_SALT} characters")
 
 
 def is_token_ids(value: Any) -> bool:
