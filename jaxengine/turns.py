@@ -73,7 +73,7 @@ class Turns(Generic[_T]):
         return None
 
     def _may_run(self, name: tuple[int, str | None]) -> bool:
-        """Whether a name, after its index in its owner, has fewer running items than its share."""
+        """Return whether a name, after its index in its owner, has fewer running items than its share."""
         return self._running[name] < share_of(name[1], self._num_places)
 
     def _take(self, owner: Owner) -> _T:
@@ -163,7 +163,7 @@ class FairThreads:
         return self.submit_for(OWNER.get(), function, *args, **kwargs)
 
     def submit_for(self, owner: Owner, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Do as `submit`, with the queue of another owner than the context's."""
+        """Queue a call as `submit` does, but in the queue of `owner`."""
         context = contextvars.copy_context()
         work = _Work(lambda: context.run(function, *args, **kwargs))
 

@@ -152,7 +152,9 @@ def refuse(module: str, name: str) -> None:
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name below `jaxengine` is one of vLLM's modules or packages that `install` makes importable."""
+    """Return whether a dotted name below `jaxengine` is one of vLLM's modules or packages that `install` makes
+    importable.
+    """
     return name in MODULES or name in PACKAGES
 
 

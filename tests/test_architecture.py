@@ -30,7 +30,6 @@ ONE_EACH = {
 # Larger ones, to be made smaller.
 LARGE = {
     "jaxengine.api.async_llm.AsyncLLM",
-    "jaxengine.api.llm.LLM",
     "jaxengine.grammars.grammar_worker.GrammarWorker",
     "jaxengine.grammars.request_masks.RequestMasks",
     "jaxengine.media.processors.units.UnitProcessor",

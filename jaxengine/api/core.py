@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +26,7 @@ from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.prefixes import known_prefixes
 from jaxengine.engine.profiler import Profiler
+from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.engine.status import engine_status
 from jaxengine.models.quantization.base.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
@@ -277,6 +279,41 @@ class EngineCore:
         """
         self.engine.finish(request, reason, text)
         self.engine.record_finish(request, reason, num_tokens)
+
+
+class CoreMethods(ABC):
+    """Methods of LLM and LLMEngine alone that call the engine between two steps."""
+
+    _lock: AbstractContextManager[Any]
+
+    @property
+    @abstractmethod
+    def core(self) -> EngineCore:
+        """The engine."""
+
+    def get_metrics(self) -> list[Metric | Vector | Histogram]:
+        """Return the engine's counters, gauges and histograms, each with a name and its values."""
+        with self._lock:
+            return self.core.metrics.collect()
+
+    def reset_mm_cache(self) -> None:
+        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
+        with self._lock:
+            self.core.utility("reset_mm_cache")
+
+    def start_profile(self) -> None:
+        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
+        a profile is already running.
+        """
+        with self._lock:
+            self.core.utility("start_profile")
+
+    def stop_profile(self) -> None:
+        """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
+        running or it cannot be written.
+        """
+        with self._lock:
+            self.core.utility("stop_profile")
 
 
 def transfers_allowed() -> AbstractContextManager[None]:

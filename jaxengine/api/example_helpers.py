@@ -43,27 +43,27 @@ class CurrentPlatform:
         return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
     def is_cpu(self) -> bool:
-        """Whether the devices are CPUs."""
+        """Return whether the devices are CPUs."""
         return self.device_type == "cpu"
 
     def is_tpu(self) -> bool:
-        """Whether the devices are TPUs."""
+        """Return whether the devices are TPUs."""
         return self.device_type == "tpu"
 
     def is_cuda(self) -> bool:
-        """Whether the devices are GPUs of NVIDIA."""
+        """Return whether the devices are GPUs of NVIDIA."""
         return self.device_type == "cuda"
 
     def is_rocm(self) -> bool:
-        """Whether the devices are GPUs of AMD."""
+        """Return whether the devices are GPUs of AMD."""
         return self.device_type == "rocm"
 
     def is_cuda_alike(self) -> bool:
-        """Whether the devices are GPUs of NVIDIA or AMD."""
+        """Return whether the devices are GPUs of NVIDIA or AMD."""
         return self.device_type in ("cuda", "rocm")
 
     def is_xpu(self) -> bool:
-        """Whether the devices are GPUs of Intel. Always False with the devices that jaxengine supports."""
+        """Return whether the devices are GPUs of Intel. Always False with the devices that jaxengine supports."""
         return self.device_type == "xpu"
 
     def device_count(self) -> int:

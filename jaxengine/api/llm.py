@@ -22,7 +22,6 @@ from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.output.outputs import RequestOutput
@@ -272,30 +271,6 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default sampling parameters: vLLM's, overridden by the model's as generation_config specifies."""
         return self._core.inputs.default_sampling_params()
-
-    def get_metrics(self) -> list[Metric | Vector | Histogram]:
-        """Return the engine's counters, gauges and histograms, each with a name and its values."""
-        with self._lock:
-            return self.core.metrics.collect()
-
-    def reset_mm_cache(self) -> None:
-        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
-        with self._lock:
-            self.core.utility("reset_mm_cache")
-
-    def start_profile(self) -> None:
-        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
-        a profile is already running.
-        """
-        with self._lock:
-            self.core.utility("start_profile")
-
-    def stop_profile(self) -> None:
-        """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
-        running or it cannot be written.
-        """
-        with self._lock:
-            self.core.utility("stop_profile")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         """Return `params_for` with its errors; params None stands for the default parameters."""

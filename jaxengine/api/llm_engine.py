@@ -17,7 +17,6 @@ from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.stats.metric_types import Histogram, Metric, Vector
 from jaxengine.requests.output.outputs import AnyOutput
 from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.params.options import RequestOptions, within_context
@@ -116,7 +115,7 @@ class LLMEngine(WeightMethods, VllmMethods):
                 self.core.abort(each)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work left, outputs to return, or errors to raise."""
+        """Return whether `step` has work left, outputs to return, or errors to raise."""
         return self.core.has_unfinished or bool(self._outputs or self._errors)
 
     def get_num_unfinished_requests(self) -> int:
@@ -144,11 +143,6 @@ class LLMEngine(WeightMethods, VllmMethods):
         """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
         return self.core.inputs.require_tokenizer().hf
 
-    def get_metrics(self) -> list[Metric | Vector | Histogram]:
-        """Return the engine's counters, gauges and histograms, each with a name and its values."""
-        with self._lock:
-            return self.core.metrics.collect()
-
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter unless it is loaded already, and return True. Raises RequestError or ModelFileError, with
         nothing changed.
@@ -168,25 +162,6 @@ class LLMEngine(WeightMethods, VllmMethods):
     def list_loras(self) -> set[int]:
         """Return the lora_int_ids of the loaded adapters."""
         return {each["number"] for each in self.core.utility("adapters")}
-
-    def reset_mm_cache(self) -> None:
-        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
-        with self._lock:
-            self.core.utility("reset_mm_cache")
-
-    def start_profile(self) -> None:
-        """Start profiling this process with jax.profiler. Raises RequestError if the engine has no profiler_config, or
-        a profile is already running.
-        """
-        with self._lock:
-            self.core.utility("start_profile")
-
-    def stop_profile(self) -> None:
-        """End the profile and write it into the folder of profiler_config. Raises RequestError if no profile is
-        running or it cannot be written.
-        """
-        with self._lock:
-            self.core.utility("stop_profile")
 
     def _step(self) -> None:
         """Run one step for a method that needs it; the next calls of `step` return its outputs and raise its errors."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxengine.api import scoring
 from jaxengine.api.adapters import load_each
+from jaxengine.api.core import CoreMethods
 from jaxengine.requests.params.lora import LoRARequest, one_for_each
 from jaxengine.requests.params.options import as_batch, options_for
 from jaxengine.requests.params.prepared import Prompt
@@ -23,22 +22,13 @@ from jaxengine.requests.pooling.outputs import (
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.scheduler.base.errors import RequestError
 
-if TYPE_CHECKING:
-    from jaxengine.api.core import EngineCore
-
 ProgressFactory = Callable[..., Any]
 
 
-class PoolingMethods(ABC):
+class PoolingMethods(CoreMethods):
     """Methods that pool, for an engine whose steps are run by the calling threads."""
 
-    _lock: AbstractContextManager[Any]
     _answer: Callable[..., list[Any]]
-
-    @property
-    @abstractmethod
-    def core(self) -> EngineCore:
-        """The engine."""
 
     def encode(
         self,

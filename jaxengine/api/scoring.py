@@ -15,7 +15,7 @@ from jaxengine.requests.media.inputs import DATA
 from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse, show_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,7 @@ def pairs_of(
     first, second = ([each] if isinstance(each, (str, Mapping)) else each for each in (data_1, data_2))
     for name, texts in zip(names, (first, second), strict=True):
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str | Mapping) for text in texts):
-            problem = f"{name} must be a text or a list of texts, none of them empty, got {show_value(texts)}"
-            raise RequestError(problem, param=name, value=texts)
+            raise refuse(name, texts, "a text or a list of texts, none of them empty")
     first, second = (
         [content_of(each, name, reader) for each in texts] for name, texts in zip(names, (first, second), strict=True)
     )
@@ -146,7 +145,7 @@ def pair_prompt(inputs: InputProcessor, query: Side, document: Side, chat_templa
 
 
 def reads_apart(model: PoolingModel) -> bool:
-    """Whether the model embeds the two texts of a pair separately, so that their embeddings are compared."""
+    """Return whether the model embeds the two texts of a pair separately, so that their embeddings are compared."""
     return model.task in (EMBED, TOKEN_EMBED)
 
 

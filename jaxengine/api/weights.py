@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxengine.api.core import EngineCore
+from jaxengine.api.core import CoreMethods, EngineCore
 from jaxengine.api.engine_client import prefix_reset
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
 from jaxengine.runner.weights.weight_names import Renamed, Target, check_target
 from jaxengine.runner.weights.weight_names import ScannedLayers as ScannedLayers
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid
 
 if TYPE_CHECKING:
     from jaxengine.runner.weights.weight_update import NewWeights
@@ -27,16 +26,10 @@ _T = TypeVar("_T")
 _SETTLE_SECONDS = 0.002
 
 
-class WeightMethods(ABC):
+class WeightMethods(CoreMethods):
     """Methods that update weights, pause and sleep, for an engine whose steps are run by the calling threads."""
 
-    _lock: AbstractContextManager[Any]
     _step: Callable[[], None]
-
-    @property
-    @abstractmethod
-    def core(self) -> EngineCore:
-        """The engine."""
 
     def update_weights(
         self,
@@ -177,7 +170,7 @@ class WeightMethods(ABC):
             _weights_of(self.core).resume()
 
     def is_paused(self) -> bool:
-        """Whether the engine is paused, so that requests wait for `resume_generation`. Raises EngineDeadError."""
+        """Return whether the engine is paused, and requests wait for `resume_generation`. Raises EngineDeadError."""
         with self._lock:
             return _weights_of(self.core).is_paused
 
@@ -245,7 +238,7 @@ class WeightMethods(ABC):
             return done
 
     def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices because the engine sleeps. Raises EngineDeadError."""
+        """Return whether weights or pages are not on the devices because the engine sleeps. Raises EngineDeadError."""
         with self._lock:
             return bool(_weights_of(self.core).asleep)
 
@@ -374,7 +367,7 @@ class AsyncWeightMethods(ABC):
         await self.between_steps(weights.resume)
 
     async def is_paused(self) -> bool:
-        """Whether the engine is paused, so that requests wait for `resume_generation`. Raises EngineDeadError."""
+        """Return whether the engine is paused, and requests wait for `resume_generation`. Raises EngineDeadError."""
         weights = await self._weights()
         return await self.between_steps(lambda: weights.is_paused)
 
@@ -418,7 +411,7 @@ class AsyncWeightMethods(ABC):
         return await self.between_steps(lambda: self.core.utility(name))
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices because the engine sleeps. Raises EngineDeadError."""
+        """Return whether weights or pages are not on the devices because the engine sleeps. Raises EngineDeadError."""
         weights = await self._weights()
         return await self.between_steps(lambda: bool(weights.asleep))
 
@@ -458,7 +451,7 @@ def _read_new(
     check_target(target)
     for name, value in {"strict": strict, "donate": donate}.items():
         if not isinstance(value, bool):
-            raise RequestError(f"{name} is {show_value(value)}; allowed: True, False", param=name, value=value)
+            raise invalid(name, value, "True, False")
     return read_weights(
         core.runner, params, mapping=mapping, strict=strict, donate=donate, target=target, chunk_bytes=chunk_bytes
     )

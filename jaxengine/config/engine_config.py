@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
@@ -27,7 +28,7 @@ from jaxengine.config.execution.profiler_config import ProfilerConfig
 from jaxengine.config.execution.recording import RecordOptions, settle_recording
 from jaxengine.config.execution.step_tokens import rank_tokens, step_tokens
 from jaxengine.config.extensions import extension_options
-from jaxengine.config.features.capture import read_capture, read_capture_layers, settle_capture
+from jaxengine.config.features.capture import read_capture_layers, read_tap_names, settle_capture
 from jaxengine.config.features.exact import settle_exact
 from jaxengine.config.features.logits_processors import (
     processor_classes,
@@ -38,7 +39,7 @@ from jaxengine.config.features.logits_processors import (
 from jaxengine.config.features.lora import LoraOptions
 from jaxengine.config.features.pooler_config import PoolerConfig, read_hf_overrides
 from jaxengine.config.features.speculation import SpeculativeConfig, check_speculation
-from jaxengine.config.features.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
+from jaxengine.config.features.steering import SteeringOptions, read_steering_vectors, settle_steering
 from jaxengine.config.features.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.features.training import TrainingOptions, check_training
 from jaxengine.config.inputs.chat_template import read_chat_template
@@ -74,9 +75,9 @@ _READERS = {
     "hf_overrides": read_hf_overrides,
     "logits_processors": read_processors,
     "chat_template": read_chat_template,
-    "capture": read_capture,
+    "capture": partial(read_tap_names, "capture"),
     "capture_layers": read_capture_layers,
-    "steer": read_steer,
+    "steer": partial(read_tap_names, "steer"),
     "steering_vectors": read_steering_vectors,
     "plugins": read_plugins,
     "profiler_config": ProfilerConfig.read,

@@ -97,8 +97,8 @@ def add_model(
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a positional argument that may also be a prompt names a model: it ends in .gguf, has the form org/name,
-    or is a folder with a config.json.
+    """Return whether a positional argument that may also be a prompt names a model: it ends in .gguf, has the form
+    org/name, or is a folder with a config.json.
     """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
         return True

@@ -222,8 +222,8 @@ WITHOUT_EFFECT = NAMES - EARLIER
 
 
 def is_switch(name: str) -> bool:
-    """Whether vLLM's option `name`, which the engine does not have, takes no value on the command line (--NAME or
-    --no-NAME); False for unknown names.
+    """Return whether vLLM's option `name`, which the engine does not have, takes no value on the command line (--NAME
+    or --no-NAME); False for unknown names.
     """
     return isinstance(NOT_BUILT.get(name, (None,))[0], bool) or name in _HARMLESS_SWITCHES.split()
 
@@ -251,8 +251,8 @@ def settle(name: str, value: Any) -> None:
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a value of the option `name` has no effect: None, empty, False for an option that is not on by default,
-    or one of the option's values in NOT_BUILT.
+    """Return whether a value of the option `name` has no effect: None, empty, False for an option that is not on by
+    default, or one of the option's values in NOT_BUILT.
     """
     if value is None or (value is False and name not in _ON):
         return True

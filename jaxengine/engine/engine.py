@@ -86,7 +86,7 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Count the end of a request in `uncounted`, once. reason, num_output: what its caller got; None: its own."""
+        """Move a request from `uncounted` to the statistics. reason, num_output: what its caller got; None: its own."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
@@ -124,7 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule and dispatch a step; return it, None if it has no row or while paused; add events to `output`."""
+        """Schedule, dispatch and return a step, None without rows or if paused; add timeouts and events to `output`."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -154,7 +154,7 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch the newest step's sampler once the tokens that it needs are known, or its replacement at once."""
+        """Dispatch an epilogue, if any; else collect steps until the sampler's inputs are known, and dispatch that."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks

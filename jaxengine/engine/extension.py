@@ -120,14 +120,14 @@ class LoopExtension:
         return NO_EVENTS
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether the inputs of the step's sampler depend on tokens of steps in flight. The loop then collects a step
-        and calls this again.
+        """Return whether the inputs of the step's sampler depend on tokens of steps in flight. The loop then collects a
+        step and calls this again.
         """
         return False
 
     def before_sample(self, step: ScheduledStep) -> bool:
-        """Whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again. It may
-        wait, but not for long, since other requests have rows in the step.
+        """Return whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again.
+        It may wait, but not for long, since other requests have rows in the step.
         """
         return True
 

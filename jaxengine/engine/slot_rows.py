@@ -62,8 +62,8 @@ class SlotRows:
             self._runner.set_biases(changed)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a bias of this step depends on a token that is still being computed, because a request has bad words
-        of several tokens.
+        """Return whether a bias of this step depends on a token that is still being computed, because a request has bad
+        words of several tokens.
         """
         if step.features & LAST_TOKEN:
             for request, _ in self.sampling(step, LAST_TOKEN):
@@ -106,8 +106,8 @@ class SlotRows:
                 request.stop_reason = _NOTHING_LEFT
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
-        """Whether any of the tokens `allowed`, bool[V], had a logit when the request sampled its last token: the model
-        does not suppress it, and the request's bias, if there is one, is finite.
+        """Return whether any of the tokens `allowed`, bool[V], had a logit when the request sampled its last token: the
+        model does not suppress it, and the request's bias, if there is one, is finite.
         """
         allowed = allowed.copy()
         allowed[list(self._runner.suppressed_tokens)] = False

@@ -84,7 +84,7 @@ class ReasoningWatch:
         self._num_read = 0
 
     def skips_reasoning(self, first: np.ndarray | None) -> bool:
-        """Whether the grammar must begin at once, without reasoning.
+        """Return whether the grammar must begin at once, without reasoning.
 
         That is so if the first token of the opening marker may also begin the grammar's text, or if the grammar allows
         no text at all. Otherwise an opening marker of one token opens reasoning, whatever the mask allows. Without an
@@ -165,5 +165,5 @@ class ReasoningWatch:
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:
-    """Whether a mask i32[num_words] allows a token. Bit t % 32 of element t / 32 stands for token t."""
+    """Return whether a mask i32[num_words] allows a token. Bit t % 32 of element t / 32 stands for token t."""
     return bool(mask.view(np.uint8)[token_id // 8] >> token_id % 8 & 1)

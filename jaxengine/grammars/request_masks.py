@@ -69,7 +69,7 @@ class _Known:
     taken: list[int] = field(default_factory=list)
 
     def covers(self, offset: int) -> bool:
-        """Whether the mask of the token `offset` positions after the request's next one (offset 0) is known."""
+        """Return whether the mask of the token `offset` positions after the request's next one (offset 0) is known."""
         return offset < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
@@ -304,8 +304,8 @@ class RequestMasks:
         return masks if len(masks) > len(drafts) else [*masks, self._nothing]
 
     def has(self, request: Request, num_output: int) -> bool:
-        """Whether the mask after num_output output tokens is known, so that `row` can return it; False for an unknown
-        request.
+        """Return whether the mask after num_output output tokens is known, so that `row` can return it; False for an
+        unknown request.
 
         The last of these tokens may still be in flight if the grammar forces them.
         """
@@ -440,6 +440,6 @@ class RequestMasks:
 
 
 def _is_free(request: Request) -> bool:
-    """Whether the request has a grammar of kind FREE: no constraint, only a limit on its reasoning."""
+    """Return whether the request has a grammar of kind FREE: no constraint, only a limit on its reasoning."""
     grammar = request.params.grammar
     return grammar is not None and grammar.kind == FREE

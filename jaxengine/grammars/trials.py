@@ -242,7 +242,7 @@ class GrammarTrials:
         """Record the verdict on a candidate's grammar, and report it to the keys that wait for it.
 
         reason: why it cannot be used; None if it can. seconds: time that it took. Of more than _MAX_REMEMBERED verdicts
-        the oldest is removed.
+        the least recently used is removed.
         """
         self._known[candidate.digest] = reason, seconds, time.monotonic()
         if len(self._known) > _MAX_REMEMBERED:

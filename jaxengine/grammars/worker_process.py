@@ -345,7 +345,7 @@ def _only(words: bytes) -> int | None:
 
 
 def _allows(words: bytes, token_id: int) -> bool:
-    """Whether the mask `words` (little-endian bits) allows token_id; False for a token beyond its end."""
+    """Return whether the mask `words` (little-endian bits) allows token_id; False for a token beyond its end."""
     return token_id // 8 < len(words) and words[token_id // 8] >> token_id % 8 & 1 > 0
 
 

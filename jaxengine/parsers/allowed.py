@@ -29,7 +29,7 @@ class AllowedCalls:
         return [*self._read(self._parser.finish()), *self._end_other()]
 
     def _read(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Yield the parser's events, those about calls of other functions as content."""
+        """Yield the parser's events: calls of other functions as content, the others numbered without gaps."""
         for event in events:
             match event:
                 case ArgumentsDelta(index, text) if index in self._indices:

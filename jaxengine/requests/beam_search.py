@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxengine.requests.output.outputs import PositionLogprobs, RequestOutput
 from jaxengine.requests.params.sampling_params import SamplingParams
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _MAX_PENALTY = 100.0
@@ -53,19 +52,19 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise _invalid(name, value, "a whole number of at least 1")
+                raise invalid(name, value, "a whole number of at least 1")
         if 2 * self.beam_width > max_logprobs:
-            raise _invalid("beam_width", self.beam_width, f"1 to {max_logprobs // 2}, half of max_logprobs")
+            raise invalid("beam_width", self.beam_width, f"1 to {max_logprobs // 2}, half of max_logprobs")
         for name, most in (("temperature", 2.0), ("length_penalty", _MAX_PENALTY)):
             value = getattr(self, name)
             least = -most if name == "length_penalty" else 0.0
             if type(value) not in (int, float) or not least <= value <= most:
-                raise _invalid(name, value, f"a number from {least} to {most}")
+                raise invalid(name, value, f"a number from {least} to {most}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _invalid(name, getattr(self, name), "True or False")
+                raise invalid(name, getattr(self, name), "True or False")
         if self.temperature not in (0, 1) and logprobs_mode != "processed_logprobs":
-            raise _invalid("temperature", self.temperature, f"0 or 1 with logprobs_mode={logprobs_mode!r}")
+            raise invalid("temperature", self.temperature, f"0 or 1 with logprobs_mode={logprobs_mode!r}")
         if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             problem = f"a beam search adds up log-probabilities, and logprobs_mode is {logprobs_mode!r}"
             raise RequestError(problem, param="use_beam_search")
@@ -75,11 +74,9 @@ class BeamSearchParams:
         likeliest tokens. End-of-sequence tokens do not end it, and its output is not detokenised. A temperature of 0
         becomes 1, as processed logprobs would otherwise have only the best token.
         """
-        # With temperature 0, processed logprobs would only contain the best token.
-        temperature = float(self.temperature) or 1.0
         return SamplingParams(
             max_tokens=1,
-            temperature=temperature,
+            temperature=float(self.temperature) or 1.0,
             seed=0,
             logprobs=2 * self.beam_width,
             return_sampling_mask=False,
@@ -211,8 +208,3 @@ class BeamSearch:
         if beam.cum_logprob >= 0:
             return math.inf
         return self._params.length_penalty * math.log(len(beam.logprobs)) - math.log(-beam.cum_logprob)
-
-
-def _invalid(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, about an invalid value of the parameter `name`."""
-    return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

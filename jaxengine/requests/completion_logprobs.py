@@ -18,7 +18,7 @@ from jaxengine.requests.media.inputs import has_media
 from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.params.prepared import Prompt, is_token_ids
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse, show_value
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class KnownCompletions:
         inputs.refuse_generation()
         for name, value in (("prompts", prompts), ("completions", completions)):
             if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
-                problem = f"{name} must be a list, one item for each completion, got {show_value(value)}"
-                raise RequestError(problem, param=name, value=value)
+                raise refuse(name, value, "a list, one item for each completion")
         if len(completions) != len(prompts):
             problem = f"completions must be a list of token ids for each of the {len(prompts)} prompts"
             raise RequestError(problem, param="completions", value=completions)

@@ -41,7 +41,7 @@ from jaxengine.requests.params.sampling_params import RequestOutputKind, Samplin
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.pooling_texts import text_ids
 from jaxengine.requests.sampling_mask import decide_sampling_mask
-from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, refuse, show_value
 from jaxengine.scheduler.base.logits_processor import LogitsProcessor
 from jaxengine.scheduler.base.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -341,8 +341,7 @@ class InputProcessor:
         if isinstance(token_ids, np.ndarray):
             token_ids = token_ids.tolist()
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)) or not token_ids:
-            problem = f"prompt_token_ids must be a list of at least one token id, got {show_value(token_ids)}"
-            raise RequestError(problem, param="prompt_token_ids", value=token_ids)
+            raise refuse("prompt_token_ids", token_ids, "a list of at least one token id")
         ids = list(token_ids)
         for index, token_id in enumerate(ids):
             if isinstance(token_id, np.integer):
@@ -449,15 +448,15 @@ def make_processor(inputs: InputProcessor) -> Processor:
 
 
 def follows_every_step(params: SamplingParams) -> bool:
-    """Whether a request's tokens are needed as soon as they are generated, for a stream, stop strings, repetition
-    detection, logprobs or what truncation kept.
+    """Return whether a request's tokens are needed as soon as they are generated, for a stream, stop strings,
+    repetition detection, logprobs or what truncation kept.
     """
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
     return streamed or ends_by_output(params) or params.num_logprobs is not None or bool(params.return_sampling_mask)
 
 
 def ends_by_output(params: SamplingParams) -> bool:
-    """Whether the content of the output may end it, by a stop string or a repetition."""
+    """Return whether the content of the output may end it, by a stop string or a repetition."""
     return bool(params.stop) or params.repetition_detection is not None
 
 

@@ -10,7 +10,7 @@ from jaxengine.tokens.tokenizer import Tokenizer
 
 
 def has_messages(model: PoolingModel) -> bool:
-    """Whether the model's files say that its texts are messages, which a chat template writes."""
+    """Return whether the model's files say that its texts are messages, which a chat template writes."""
     return model.sentence is not None and model.sentence.messages
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jaxengine.requests.params.param_limits import refuse
 from jaxengine.requests.params.sampling_params import SamplingParams
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, refuse
 
 # Largest top_k of a request with sampling masks: bounds what is kept and sent for each of its tokens.
 MAX_TOP_K = 2048

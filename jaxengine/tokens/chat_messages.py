@@ -73,14 +73,14 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
 
 
 def lost_instructions(messages: Sequence[Message], text: str) -> bool:
-    """Whether a rendered text lacks the content of a system or developer message. text: the rendered text."""
+    """Return whether a rendered text lacks the content of a system or developer message. text: the rendered text."""
     contents = (message.get("content") for message in messages if message["role"] in _INSTRUCTING)
     return any(isinstance(content, str) and content.strip() not in text for content in contents)
 
 
 def has_unusual_instructions(messages: Sequence[Message]) -> bool:
-    """Whether the messages contain one that many templates refuse: a developer message, or a system message that is not
-    the first message.
+    """Return whether the messages contain one that many templates refuse: a developer message, or a system message that
+    is not the first message.
     """
     return messages[0]["role"] == "developer" or any(each["role"] in _INSTRUCTING for each in messages[1:])
 

@@ -63,8 +63,8 @@ def with_contents(
 
 @lru_cache(maxsize=16)
 def takes_parts(template: str) -> bool:
-    """Whether a template iterates over the parts of a content. False for a template that is invalid or very long.
-    Results for the last 16 templates are cached.
+    """Return whether a template iterates over the parts of a content. False for a template that is invalid or very
+    long. Results for the last 16 templates are cached.
     """
     if len(template) > _MAX_TEMPLATE_CHARS:
         return False
@@ -90,7 +90,7 @@ def _content_names(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression of a template is a message's content: a variable in `names`, the attribute or key
+    """Return whether an expression of a template is a message's content: a variable in `names`, the attribute or key
     "content", a slice or filter of a content, or a conditional with one.
     """
     if isinstance(node, nodes.Name):
@@ -140,7 +140,7 @@ def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Mess
 
 
 def _has(kind: str, message: Message) -> bool:
-    """Whether a message's content is a list with a part of this type."""
+    """Return whether a message's content is a list with a part of this type."""
     content = message.get("content")
     return isinstance(content, list) and any(part["type"] == kind for part in content)
 

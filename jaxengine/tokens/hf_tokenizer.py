@@ -422,7 +422,7 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
 
 
 def _is_empty(entry: Any) -> bool:
-    """Whether an entry for a token, a text or an object with "content", has the text ""."""
+    """Return whether an entry for a token, a text or an object with "content", has the text ""."""
     return (entry.get("content") if isinstance(entry, dict) else entry) == ""
 
 

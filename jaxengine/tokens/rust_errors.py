@@ -13,7 +13,7 @@ from jaxengine.models.params.errors import ModelFileError
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the error is a panic of Rust code, whose class pyo3 does not export."""
+    """Return whether the error is a panic of Rust code, whose class pyo3 does not export."""
     return type(error).__module__ == "pyo3_runtime"
 
 

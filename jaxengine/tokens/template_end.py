@@ -42,9 +42,9 @@ def template_end(tokenizer: Any) -> int | None:
 
 
 def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
-    """Whether the tokenizer's template may write an ending token that is not in its eos_token_ids. False unless there
-    is exactly one template, and for a template with a known end and no unknown token. This avoids rendering, which
-    needs a process. tokens: ids of the added tokens by their text.
+    """Return whether the tokenizer's template may write an ending token that is not in its eos_token_ids. False unless
+    there is exactly one template, and for a template with a known end and no unknown token. This avoids rendering,
+    which needs a process. tokens: ids of the added tokens by their text.
     """
     source = tokenizer.chat_template
     if not isinstance(source, str):

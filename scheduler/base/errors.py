@@ -56,6 +56,19 @@ def prompt_length_error(param: str, length: int, most: int, max_model_len: int, 
     return RequestError(message, param=param, value=length)
 
 
+def invalid(name: str, value: Any, allowed: str) -> RequestError:
+    """Return a RequestError, which the caller raises, that `value` of the field `name` is none of `allowed`."""
+    return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)
+
+
+def refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return a RequestError, which the caller raises, that `name` must be `allowed`. name: a field, or words that begin
+    with one, such as field.key. The error's param is the field.
+    """
+    param = name.replace(" ", ".").partition(".")[0]
+    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=param, value=value)
+
+
 def show_value(value: Any) -> str:
     """Return a value as short text for an error message: its repr, abbreviated by reprlib. A dict or set of more than
     1000 entries becomes "<dict of n>" or "<set of n>", and an int that Python cannot print "<int too long to print>".

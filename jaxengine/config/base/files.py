@@ -31,7 +31,7 @@ def named_path(option: str, value: str | os.PathLike[str]) -> Path:
 
 
 def is_writable_folder(path: Path) -> bool:
-    """Whether there is a folder at `path` in which this process may write."""
+    """Return whether there is a folder at `path` in which this process may write."""
     # os.path, unlike Path, does not raise for a folder without permission to search it.
     return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
 

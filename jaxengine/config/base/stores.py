@@ -31,7 +31,7 @@ class RangeError(OSError):
 
 
 def is_url(name: str | None) -> bool:
-    """Whether the value of an option is a URL."""
+    """Return whether the value of an option is a URL."""
     return name is not None and _URL.fullmatch(name) is not None
 
 

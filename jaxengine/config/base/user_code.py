@@ -56,7 +56,8 @@ def code_digest(roots: Iterable[Any]) -> str:
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module belongs to jaxengine, Python or an installed package, so that its file determines its content.
+    """Return whether a module belongs to jaxengine, Python or an installed package, so that its file determines its
+    content.
 
     module: its name. True for None, False for "__main__".
     """

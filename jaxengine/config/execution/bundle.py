@@ -43,7 +43,7 @@ class BundleOptions:
 
 def check_bundle(config: Any) -> None:
     """Raise ConfigError for options that contradict `bundle` (enforce_eager, fit, nnodes > 1, max_model_len "auto",
-    record_steps), for a bundle_key_file without a bundle, and for an empty name.
+    record_steps, attention_backend "XLA"), for a bundle_key_file without a bundle, and for an empty name.
 
     config: an EngineConfig.
     """

@@ -27,7 +27,7 @@ def read_plugins(value: Any) -> tuple[str, ...]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a plugin's name is that of a file rather than of a module."""
+    """Return whether a plugin's name is that of a file rather than of a module."""
     return name.endswith(".py") or "/" in name
 
 

@@ -7,9 +7,8 @@ long they were, for `jaxengine simulate`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,11 +132,6 @@ def replayed_options(config: Any) -> dict[str, Any]:
     become dicts.
     """
     left_out = _LEFT_OUT.split()
-    names = (field.name for field in dataclasses.fields(config) if field.name not in left_out)
-    found = {name: getattr(config, name) for name in names}
-    return {name: dataclasses.asdict(each) if _is_record(each) else each for name, each in found.items()}
-
-
-def _is_record(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    found = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in left_out}
+    is_record = {name: is_dataclass(each) and not isinstance(each, type) for name, each in found.items()}
+    return {name: asdict(each) if is_record[name] else each for name, each in found.items()}

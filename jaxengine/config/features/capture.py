@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 TAPS, NAME = "capture", "capture_layers"
 
 
-def read_capture(value: Any) -> tuple[str, ...]:
-    """Return the names of activations in the option `capture`, unresolved. value: a list of names, or text with commas.
-
-    Raises ConfigError for other values, and for names that no model can have.
-    """
-    return read_tap_names(TAPS, value)
-
-
 def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
     """Return the tap names in the value of an option, unresolved. option: the option's name, for errors. value: a list
     of names, or text with commas.

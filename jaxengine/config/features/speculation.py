@@ -144,8 +144,8 @@ class SpeculativeConfig:
         return self.method != GRAMMAR
 
     def guides(self, num_stages: int, max_in_flight: int) -> bool:
-        """Whether proposed drafts get grammar masks: in an engine with one pipeline stage that dispatches a step before
-        the last one ended, since the masks are computed while the step is in flight.
+        """Return whether proposed drafts get grammar masks: in an engine with one pipeline stage that dispatches a step
+        before the last one ended, since the masks are computed while the step is in flight.
 
         num_stages: pipeline stages. max_in_flight: limit of steps in flight. False for the method "grammar".
         """

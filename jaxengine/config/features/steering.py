@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.files import named_path
-from jaxengine.config.features.capture import read_tap_names, refuse_engine, taps_for
+from jaxengine.config.features.capture import refuse_engine, taps_for
 from jaxengine.models.config.taps import STEERED
 
 if TYPE_CHECKING:
@@ -31,14 +31,6 @@ class SteeringOptions:
 
     steer: tuple[str, ...] | None = None
     steering_vectors: Mapping[str, str] | None = None
-
-
-def read_steer(value: Any) -> tuple[str, ...]:
-    """Return the tap names in the option `steer`, unresolved. value: a list of names, or text with commas.
-
-    Raises ConfigError for other values, and for names that no model can have.
-    """
-    return read_tap_names(TAPS, value)
 
 
 def read_steering_vectors(value: Any) -> dict[str, str]:

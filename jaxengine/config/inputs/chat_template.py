@@ -15,9 +15,8 @@ def read_chat_template(value: Any) -> Any:
     """Return the template: `value` itself if it contains template braces, otherwise the content of the file of that
     name.
 
-    An empty text, and a value that is not text, is returned unchanged. Otherwise a file name would be used as a
-    template, and every prompt would be that name. Raises ConfigError for a file that cannot be read or contains no
-    template.
+    An empty text, and a value that is not text, is returned unchanged. Raises ConfigError for a file that cannot be
+    read or contains no template.
     """
     if not isinstance(value, str) or not value or _is_template(value):
         return value
@@ -52,5 +51,5 @@ def _read(path: Path) -> str:
 
 
 def _is_template(text: str) -> bool:
-    """Whether a text contains "{{" or "{%"."""
+    """Return whether a text contains "{{" or "{%"."""
     return "{{" in text or "{%" in text

@@ -67,8 +67,8 @@ def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: i
 
 
 def is_coded(kv_cache_dtype: str) -> bool:
-    """Whether pages of this value of the option kv_cache_dtype contain 8-bit codes with one fixed scale per layer and
-    KV head. False for "auto".
+    """Return whether pages of this value of the option kv_cache_dtype contain 8-bit codes with one fixed scale per
+    layer and KV head. False for "auto".
     """
     return kv_cache_dtype in _CODES
 

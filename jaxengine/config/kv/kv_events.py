@@ -75,7 +75,7 @@ def address_of_replica(address: str, rank: int) -> str:
 
 
 def _is_address(value: Any) -> bool:
-    """Whether a value is a tcp:// address with a port from 1 to 65535, or an ipc:// one."""
+    """Return whether a value is a tcp:// address with a port from 1 to 65535, or an ipc:// one."""
     if not isinstance(value, str):
         return False
     tcp = _TCP.fullmatch(value)

@@ -21,7 +21,7 @@ MAX_PORT = 65535
 
 
 def is_host(value: Any) -> bool:
-    """Whether a value is a host name or the IP address of one host, IPv6 with or without brackets. False for
+    """Return whether a value is a host name or the IP address of one host, IPv6 with or without brackets. False for
     unspecified addresses such as 0.0.0.0.
     """
     if not isinstance(value, str):

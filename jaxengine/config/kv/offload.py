@@ -202,11 +202,11 @@ def memory_option(transfer: KVTransferConfig | None) -> str:
 
 
 def memory_field(transfer: KVTransferConfig | None) -> str:
-    """Return the name of the option or field that says how much that memory is: as `memory_option`, and of
-    kv_transfer_config its kv_buffer_size, which has a default, or cpu_bytes_to_use.
+    """Return the name of the option or field that gives the bytes of host memory for pages: kv_offloading_size if
+    `transfer` is None, else kv_transfer_config's kv_buffer_size (with a handover) or cpu_bytes_to_use.
     """
     if transfer is None:
-        return memory_option(None)
+        return "kv_offloading_size"
     return f"{_NAME}.{'cpu_bytes_to_use' if transfer.handover is None else 'kv_buffer_size'}"
 
 

@@ -64,8 +64,9 @@ class Elsewhere(Place):
         those that it has.
 
         An answer that lacks a key is the last, because a prefix ends with its first missing page: so an engine that
-        has lost its pages is asked once, however long the prompt is. So is one while `is_over` returns True. An OSError
-        ends the iteration; it is logged, not raised. Counts the blocks and the failure in the stats.
+        has lost its pages is asked once, however long the prompt is. Once `is_over` returns True, a read ends with the
+        blocks that have come. An OSError ends the iteration; it is logged, not raised. Counts the blocks and the
+        failure in the stats.
         """
         reader = self._transport.open(self._source)
         try:
@@ -260,7 +261,7 @@ class KVTransfer(LoopExtension):
         )
 
     def _has_room(self, keys: Sequence[bytes]) -> bool:
-        """Whether host memory can keep these keys in addition to those of other leases; False for no keys."""
+        """Return whether host memory can keep these keys in addition to those of other leases; False for no keys."""
         size = self._offload.mover.block_bytes
         total = len(self._keys_kept) + sum(key not in self._keys_kept for key in keys)
         return bool(keys) and total * size <= self._offload.tiers.host.capacity

@@ -47,7 +47,7 @@ class StepWork(LoopExtension):
             self._add(stage.programs.model, config)
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Add the work of a step."""
+        """Add the work of a step, by one device on average, to flops, read_bytes and write_bytes."""
         tokens = step.num_tokens / self._num_ranks
         rows = tokens if step.width > 1 else step.num_rows / self._num_ranks
         attended = keys = 0.0
@@ -70,7 +70,9 @@ class StepWork(LoopExtension):
         yield Counter("vllm:estimated_write_bytes_per_gpu", self.write_bytes)
 
     def _add(self, model: Any, config: Any) -> None:
-        """Add the work of a stage's model, which is abstract. config: the engine's, resolved."""
+        """Add a stage's work to the tables by position and number of tokens. model: the stage's, abstract. config: the
+        engine's, resolved.
+        """
         kinds = [model.config.attention[layer] for layer in model.stage.layers]
         attending = [each for each in kinds if each.attends]
         types, share = (config.kv_cache_dtype, config.dtype), model.mesh.model

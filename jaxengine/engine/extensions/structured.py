@@ -96,8 +96,8 @@ class Structured(LoopExtension):
         return Events(events.ready, events.ended, events.refused)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a token mask of the step depends on a token that is still being computed and that no
-        grammar forces.
+        """Return whether a token mask of the step depends on a token that is still being computed and that no grammar
+        forces.
         """
         for each in self._choices(step):
             slots, slot = self.loop.scheduler.ranks[each.request.rank].slots, each.request.slot
@@ -194,8 +194,8 @@ class Structured(LoopExtension):
                 yield _Choice(request, row, width, is_wide and bool(batch.sections["drafts"].is_guided[row]))
 
     def _has_mask(self, each: _Choice) -> bool:
-        """Whether the mask of the last token that the step samples for a request has been computed; with masked drafts,
-        the mask of the first.
+        """Return whether the mask of the last token that the step samples for a request has been computed; with masked
+        drafts, the mask of the first.
         """
         return self.masks.has(each.request, self._num_output(each))
 
@@ -207,8 +207,8 @@ class Structured(LoopExtension):
         return int(slots.num_tokens[slot] - slots.num_prompt[slot]) - (each.width if each.is_guided else 1)
 
     def _allowed_any(self, request: Request) -> bool:
-        """Whether mask, bias and the model left any token to the request when it sampled its last one; True without a
-        mask.
+        """Return whether mask, bias and the model left any token to the request when it sampled its last one; True
+        without a mask.
         """
         mask = self.masks.row(request, len(request.output_token_ids) - 1)
         if mask is None:

@@ -110,9 +110,9 @@ class ThinkFormat:
         return next((end for opened, end in pairs if before.endswith(opened.rstrip())), self.ends[0])
 
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
-        """Whether an output begins inside reasoning, by the words before it or else by `always`. False if reasoning has
-        ended before it, or if it continues an answer without reasoning; None if it does not begin inside but may open
-        reasoning.
+        """Return whether an output begins inside reasoning, by the words before it or else by `always`. False if
+        reasoning has ended before it, or if it continues an answer without reasoning; None if it does not begin inside
+        but may open reasoning.
 
         prompt: text before the output, of which only a word at its end counts. continued: the beginning of the answer;
         "" for a new answer.

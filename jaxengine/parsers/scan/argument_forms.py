@@ -113,6 +113,6 @@ def _joined(forms: list[ArgumentForm], others: list[ArgumentForm]) -> list[Argum
 
 
 def _may_be_object(schema: Any) -> bool:
-    """Whether the schema allows objects by its type. One without "type" does, as does true."""
+    """Return whether the schema allows objects by its type. One without "type" does, as does true."""
     kind = schema.get("type", "object") if isinstance(schema, Mapping) else "object"
     return kind == "object" or (isinstance(kind, list) and "object" in kind)

@@ -6,7 +6,6 @@ This file has the common part; the rules of each format are in its parser's file
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,28 +69,6 @@ def call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
         "required": ["name", key],
         "additionalProperties": False,
     }
-
-
-def text_calls(forms: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield rules text_0, text_1, ..., and body_0, body_1, ..., for a call of each text tool: the line {"name": ...},
-    and a text of the tool's form.
-
-    forms: by name of the tool, its form under "grammar" (Lark's notation) or "regex".
-    """
-    for number, (name, form) in enumerate(forms.items()):
-        head = json.dumps({"name": name}, ensure_ascii=False) + "\n"
-        yield f"text_{number}: {literal(head)} body_{number}"
-        if "grammar" in form:
-            yield f"body_{number}: %lark {{\n{form['grammar']}\n}}"
-        else:
-            yield f"body_{number}: {_pattern(form['regex'])}"
-
-
-def _pattern(regex: str) -> str:
-    """Return a regular expression as a Lark pattern, /.../, with slashes and line breaks escaped."""
-    plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    escaped = re.sub(r"(?s:\\.)|/|\n", lambda found: plain.get(found.group(), found.group()), regex)
-    return f"/{escaped}/"
 
 
 def literal(text: str) -> str:

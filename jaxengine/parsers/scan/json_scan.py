@@ -168,7 +168,7 @@ class JsonScanner:
 
 
 def _is_scalar(text: str) -> bool:
-    """Whether a text is a JSON number, true, false or null."""
+    """Return whether a text is a JSON number, true, false or null."""
     try:
         json.loads(text, parse_int=len, parse_float=len, parse_constant=int)  # int("Infinity") raises ValueError
     except ValueError:

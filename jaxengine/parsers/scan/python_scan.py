@@ -140,7 +140,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _ends_first_key(self, inner: _Open) -> bool:
-        """Whether a colon at this point would end the first item in the brace `inner`, which makes that item a key."""
+        """Return whether a colon at this point would end the first item in the brace `inner`, which makes that item a
+        key.
+        """
         return inner.bracket == "{" and inner.has_keys is None and self._state is _State.NEXT and self._was_string
 
     def _begin_value(self, char: str) -> Reading:

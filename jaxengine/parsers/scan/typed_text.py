@@ -74,12 +74,12 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _is_of(text: str, types: frozenset[str]) -> bool:
-    """Whether a text is JSON of one of `types` other than string. An integer also counts as "number", and 1.0 as
+    """Return whether a text is JSON of one of `types` other than string. An integer also counts as "number", and 1.0 as
     "integer".
     """
     try:
         # The values of numbers do not matter, and may exceed Python's limit of digits.
-        value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=_no_constant)
+        value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=int)
     except (ValueError, RecursionError):
         return False
     kind = _TYPES.get(type(value), "null")
@@ -89,11 +89,6 @@ def _is_of(text: str, types: frozenset[str]) -> bool:
 def _number(text: str) -> int | float:
     """Return 0 for the text of a whole number (1.0 is an integer in JSON Schema), 0.5 for others."""
     return 0 if float(text).is_integer() else 0.5
-
-
-def _no_constant(name: str) -> Any:
-    """Raise ValueError: json.loads passes NaN, Infinity and -Infinity here."""
-    raise ValueError(f"{name} is not JSON")
 
 
 def _from_python(text: str) -> str:

@@ -146,7 +146,9 @@ class _MessageToolParser(parameters.ParameterToolParser):
         return super().finish()
 
     def _read_parts(self, parts: list[Part]) -> None:
-        """Pass bodies of messages to tools to `_read`, and write other parts as content."""
+        """Pass bodies of messages to tools to `_read`, and call `_begin_message` and `_end_message` around them. Write
+        other parts as content, but no words around messages to the user.
+        """
         for part in parts:
             if isinstance(part, Header):
                 self._header = part
@@ -169,14 +171,14 @@ class _MessageToolParser(parameters.ParameterToolParser):
         self._out.content(self._outside.take() + text)
 
     def _begin_message(self, name: str) -> None:
-        """Begin a message to the tool `name`."""
+        """Begin a message to the tool `name`; do nothing unless a subclass does."""
 
     def _takes_body(self) -> bool:
-        """Whether the current message's body belongs to a call."""
+        """Return whether the current message's body belongs to a call; defined by subclasses."""
         raise NotImplementedError
 
     def _end_message(self) -> None:
-        """End a message to a tool."""
+        """End a message to a tool; defined by subclasses."""
         raise NotImplementedError
 
 
@@ -187,12 +189,12 @@ class BeamToolParser(_MessageToolParser):
         super().__init__(new_id, functions, BEAM_WORDS, xml_function)
 
     def _begin_message(self, name: str) -> None:
-        """Start a call."""
+        """Start a call of the function `name`."""
         self._out.start(name)
         self._open_call(name, "")
 
     def _takes_body(self) -> bool:
-        """Whether a call is open."""
+        """Return whether a call is open."""
         return self._arguments is not None
 
     def _end_message(self) -> None:
@@ -225,7 +227,7 @@ class MuseToolParser(_MessageToolParser):
         self._out = _RenamingCollector(new_id, doubled)
 
     def _takes_body(self) -> bool:
-        """Whether the message is to a tool."""
+        """Return whether the message is to a tool."""
         return recipient_function(self._header, ()) is not None
 
     def _end_message(self) -> None:
@@ -244,5 +246,5 @@ class _RenamingCollector(Collector):
         self._names = names
 
     def start(self, name: str, own_id: str | None = None) -> None:
-        """Start a call, see Collector."""
+        """Start a call of the function `name`, under its other name if it has one. own_id: see Collector.start."""
         super().start(self._names.get(name, name), own_id)

@@ -71,7 +71,9 @@ class ParameterWords:
         return text.replace("&", "&amp;") if changes else text
 
     def read(self, name: str) -> str:
-        """Return the name that `written` wrote so, without the attributes after it."""
+        """Return the parameter's name that is written as `name`: without escapes, nor attributes after it. `name`
+        itself in formats without attributes.
+        """
         return name.partition('"')[0].replace("&quot;", '"').replace("&amp;", "&") if self.attributes else name
 
     def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:

@@ -193,7 +193,7 @@ class PythonicToolParser:
         return at
 
     def _is_list(self, text: str) -> bool:
-        """Whether `text`, which follows the word before calls or a call, is all of the remaining calls."""
+        """Return whether `text`, which follows the word before calls or a call, is all of the remaining calls."""
         parser = PythonicToolParser(repeat(""), self._words, self._brackets)
         before = "[f()" if self._brackets else "f()"
         events = parser.feed(f"{self._words[0]}{before if self._has_called else ''}{text}{self._end}")

@@ -26,7 +26,7 @@ from jaxengine.media.parts import check_parts
 from jaxengine.media.processors.log_mel import HOP
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.requests.media.cache import MediaCache, ProcessorCache
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid, show_value
 from jaxengine.scheduler.base.media import EMBEDS, Media, MediaItem
 
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
@@ -41,7 +41,7 @@ _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a prompt has media that are not preprocessed yet, processor options, or vLLM's encoder prompt."""
+    """Return whether a prompt has media that are not preprocessed yet, processor options, or vLLM's encoder prompt."""
     return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS) or ENCODER in prompt)
 
 
@@ -124,7 +124,7 @@ class MediaInputs:
         self._config = config
 
     def stand_alone(self, prompt: Mapping[str, Any]) -> bool:
-        """Whether a prompt is an item without a text, of a model that embeds items by themselves (CLIP)."""
+        """Return whether a prompt is an item without a text, of a model that embeds items by themselves (CLIP)."""
         ids = prompt.get("prompt_token_ids")  # of any form, such as an array, whose truth is not its length
         has_text = bool(prompt.get("prompt")) or (ids is not None and np.size(ids) > 0)
         return getattr(self.processor, "stand_alone", False) and not has_text
@@ -248,8 +248,7 @@ class MediaInputs:
         values other than a dict, and for more than 16,384 characters of JSON.
         """
         if options is not None and not isinstance(options, Mapping):
-            problem = f"{OPTIONS} is {show_value(options)}; allowed: a dict of the processor's arguments"
-            raise RequestError(problem, param=OPTIONS, value=options)
+            raise invalid(OPTIONS, options, "a dict of the processor's arguments")
         chosen = {**(self._config.mm_processor_kwargs or {}), **(options or {})}
         # Part of each item's digest.
         if len(json.dumps(chosen, default=str)) > _MAX_OPTIONS_CHARS:

@@ -25,7 +25,7 @@ from jaxengine.media.processors.vibevoice_asr import VibeVoiceAsrProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
 from jaxengine.requests.media.inputs import DATA, MediaInputs
 from jaxengine.requests.media.words import token_positions
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid
 
 Transcriber = (
     Qwen3ASRProcessor
@@ -148,13 +148,11 @@ def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, t
             what, value, allowed = "language", language, "en"
             if task != "transcribe":
                 what, value, allowed = "task", task, "transcribe"
-            problem = f"{what} is {show_value(value)}; allowed: {allowed!r}, as this model transcribes English alone"
-            raise RequestError(problem, param=what, value=value)
+            raise invalid(what, value, f"{allowed!r}, as this model transcribes English alone")
         return [processor.start] + [processor.no_timestamps] * (not timed)
     if language not in processor.languages:
         allowed = ", ".join(sorted(processor.languages))
-        problem = f"language is {show_value(language)}; allowed: {allowed}"
-        raise RequestError(problem, param="language", value=language)
+        raise invalid("language", language, allowed)
     middle = [processor.languages[language], processor.tasks[task]]
     return [processor.start, *middle] + [processor.no_timestamps] * (not timed)
 

@@ -83,7 +83,7 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
         return (self[index] for index in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is a sequence of the same positions, flat or not."""
+        """Return whether `other` is a sequence of the same positions, flat or not."""
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # as a list

@@ -106,8 +106,8 @@ class _Sequence:
             self.detokenizer.finish()
 
     def is_waiting(self, interval: int) -> bool:
-        """Whether a stream holds back its new tokens, because there are fewer than `interval`, or than the request's
-        stream_interval if it has one. The first and the last token are never held back.
+        """Return whether a stream holds back its new tokens, because there are fewer than `interval`, or than the
+        request's stream_interval if it has one. The first and the last token are never held back.
         """
         interval = self.group.params.stream_interval or interval
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
@@ -149,13 +149,13 @@ class _Sequence:
         return FlatLogprobs.of(found) if self.group.params.flat_logprobs else found
 
     def _hides(self, token_id: int) -> bool:
-        """Whether a token is left out of the text, because it is the stop token that ended the request and
+        """Return whether a token is left out of the text, because it is the stop token that ended the request and
         include_stop_str_in_output is False.
         """
         return self._is_stop_token(token_id) and not self.group.params.include_stop_str_in_output
 
     def _is_stop_token(self, token_id: int) -> bool:
-        """Whether a stop token has ended the request, and `token_id` is one of the request's stop tokens."""
+        """Return whether a stop token has ended the request, and `token_id` is one of the request's stop tokens."""
         request = self.request
         ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
         return ended and token_id in request.stop_token_ids

@@ -179,7 +179,7 @@ class CompletionOutput:
     alignment: np.ndarray | None = None
 
     def finished(self) -> bool:
-        """Whether the output has ended."""
+        """Return whether the output has ended."""
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:

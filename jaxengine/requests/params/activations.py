@@ -21,7 +21,7 @@ from jaxengine.models.config.taps import (
     read_taps,
     split_names,
 )
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse
 from jaxengine.scheduler.base.token_params import CAPTURE
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
         names = split_names(value)
         check_form(names)
     except (TapError, TypeError):
-        problem = f"{name} must be None or a list of names such as {FORM}, got {show_value(value)}"
-        raise RequestError(problem, param=name, value=value) from None
+        raise refuse(name, value, f"None or a list of names such as {FORM}") from None
     return tuple(dict.fromkeys(names))
 
 
@@ -106,7 +105,7 @@ def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
     RequestError for values that are not a list of at most MAX_STEER valid entries.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MAX_STEER:
-        raise _invalid(name, value, f"{_FORM}, at most {MAX_STEER}")
+        raise refuse(name, value, f"{_FORM}, at most {MAX_STEER}")
     return tuple(_entry(name, each) for each in value) or None
 
 
@@ -120,16 +119,16 @@ def _entry(name: str, value: Any) -> Steer:
     if isinstance(value, (list, tuple)) and len(value) == len(_KEYS):  # a Steer, also one from a message
         value = dict(zip(_KEYS, value, strict=True))
     if not isinstance(value, Mapping) or "vector" not in value or not set(value) <= set(_KEYS):
-        raise _invalid(name, value, _FORM)
+        raise refuse(name, value, _FORM)
     at, vector, scale = value.get("at"), value["vector"], value.get("scale", 1.0)
     if not isinstance(scale, Real) or isinstance(scale, bool) or not -_LIMIT <= scale <= _LIMIT:  # pyright: ignore
-        raise _invalid(f"{name} scale", scale, "a finite number, at most 1e20 in size")
+        raise refuse(f"{name} scale", scale, "a finite number, at most 1e20 in size")
     if at is not None:
         _check_at(name, at)
     if isinstance(vector, str):
         return Steer(at, vector, float(scale))
     if at is None:
-        raise _invalid(name, value, 'a dict with "at" where "vector" is numbers')
+        raise refuse(name, value, 'a dict with "at" where "vector" is numbers')
     return Steer(at, _numbers(name, vector), float(scale))
 
 
@@ -144,7 +143,7 @@ def _check_at(name: str, at: Any) -> None:
         if at.split(":")[0] not in STEERED:
             raise TapError(at, "one that can be steered")
     except TapError:
-        raise _invalid(f"{name} at", at, 'such as "residual:3", "attention_output:*" or "mlp_output:0-5"') from None
+        raise refuse(f"{name} at", at, 'such as "residual:3", "attention_output:*" or "mlp_output:0-5"') from None
 
 
 def _numbers(name: str, vector: Any) -> bytes:
@@ -161,10 +160,5 @@ def _numbers(name: str, vector: Any) -> bytes:
     except (TypeError, ValueError):  # lists of several lengths
         fits, values = False, np.empty(0)
     if not fits or not np.isfinite(values).all():
-        raise _invalid(f"{name} vector", vector, "a list or an array of finite numbers, as many as the hidden size")
+        raise refuse(f"{name} vector", vector, "a list or an array of finite numbers, as many as the hidden size")
     return values.tobytes()
-
-
-def _invalid(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, with param "steer": the value of `name` must be `allowed`."""
-    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param="steer", value=value)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxengine.requests.params.kv_transfer import NAME, read_kv_transfer
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse
 from jaxengine.scheduler.base.logits_processor import LogitsProcessor, read_extra_args
 
 ALIGNMENT = "alignment"
@@ -43,5 +43,5 @@ def _read_alignment(value: Any) -> tuple[int, int] | None:
     whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(each) is int for each in value)
     if not whole or not 0 <= value[0] <= _INT32_MAX or not 1 <= value[1] <= _INT32_MAX:
         allowed = "[first prompt token >= 0, positions of the sound >= 1]"
-        raise RequestError(f"{ALIGNMENT} must be {allowed}, got {show_value(value)}", param=ALIGNMENT, value=value)
+        raise refuse(ALIGNMENT, value, allowed)
     return value[0], value[1]

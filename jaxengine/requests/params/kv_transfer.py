@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from jaxengine.config.kv.kv_transfer import MAX_PORT, is_host
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid, show_value
 from jaxengine.scheduler.base.kv_transfer import KVTransferParams
 
 NAME = "kv_transfer_params"
@@ -17,13 +17,13 @@ _MAX_GROUPS, _MAX_COLUMNS = 64, 1 << 20
 
 
 def _is_id(value: Any) -> bool:
-    """Whether a value is an id of 1 to 256 letters, digits and . _ : @ -."""
+    """Return whether a value is an id of 1 to 256 letters, digits and . _ : @ -."""
     return isinstance(value, str) and bool(_ID.fullmatch(value))
 
 
 def _are_columns(value: Any) -> bool:
-    """Whether a value is a list of lists (or tuples) of integers, one for each of at most _MAX_GROUPS cache groups. The
-    integers of a list increase, from 0 at least to _MAX_COLUMNS - 1 at most, so that none takes work twice.
+    """Return whether a value is a list of lists (or tuples) of integers, one for each of at most _MAX_GROUPS cache
+    groups. The integers of a list increase, from 0 at least to _MAX_COLUMNS - 1 at most, so that none takes work twice.
     """
     return (
         isinstance(value, list | tuple)
@@ -63,7 +63,7 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _invalid(NAME, value, "an object")
+        raise invalid(NAME, value, "an object")
     given = {}
     for name, one in value.items():
         if name not in _FIELDS:
@@ -74,19 +74,14 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
         if one is None:
             continue
         if not is_allowed(one):
-            raise _invalid(f"{NAME}.{name}", one, allowed)
+            raise invalid(f"{NAME}.{name}", one, allowed)
         given[name] = tuple(map(tuple, one)) if name == "remote_block_ids" else one
     found = KVTransferParams(**given)
     if found.do_remote_prefill and found.do_remote_decode:
-        raise _invalid(f"{NAME}.do_remote_decode", True, "false with do_remote_prefill")
+        raise invalid(f"{NAME}.do_remote_decode", True, "false with do_remote_prefill")
     for name in _NEEDED if found.do_remote_prefill else ():
         if given.get(name) is None:
-            raise _invalid(f"{NAME}.{name}", None, f"{_FIELDS[name][1]}, with do_remote_prefill")
+            raise invalid(f"{NAME}.{name}", None, f"{_FIELDS[name][1]}, with do_remote_prefill")
     if found.do_remote_prefill and (found.remote_host is None) != (found.remote_port is None):
-        raise _invalid(f"{NAME}.remote_port", found.remote_port, "given where remote_host is, and only there")
+        raise invalid(f"{NAME}.remote_port", found.remote_port, "given where remote_host is, and only there")
     return found if found.do_remote_prefill or found.do_remote_decode else None
-
-
-def _invalid(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, about the value of the field `name`."""
-    return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

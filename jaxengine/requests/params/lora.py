@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class LoRARequest:
         path: Any = self.lora_path
         path = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(path, str):
-            text = f"lora_path must be a path as text or pathlib.Path, got {show_value(self.lora_path)}"
-            raise RequestError(text, param="lora_path", value=self.lora_path)
+            raise refuse("lora_path", self.lora_path, "a path as text or pathlib.Path")
         return path or "."
 
 

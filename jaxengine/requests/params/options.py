@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxengine.requests.params.prepared import Prompt, is_token_ids
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid, refuse, show_value
 
 MAX_CLIENT_LENGTH = 256
 # Range of the scheduler's columns and of messages between processes.
@@ -57,32 +57,29 @@ class RequestOptions:
         and what is allowed.
         """
         if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
-            text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
-            raise _invalid("priority", self.priority, text)
+            raise refuse("priority", self.priority, "an int of 64 bits")
         timeout = self.timeout
         if timeout is not None and not (
             type(timeout) in (int, float) and (0 < timeout <= MAX_TIMEOUT or timeout == math.inf)
         ):
-            text = f"timeout must be a number above 0, at most {MAX_TIMEOUT:.0f} seconds, got {show_value(timeout)}"
-            raise _invalid("timeout", timeout, text)
+            raise refuse("timeout", timeout, f"a number above 0, at most {MAX_TIMEOUT:.0f} seconds")
         if self.priority and scheduling_policy != "priority":
             text = f"priority is {self.priority}; it needs scheduling_policy='priority'"
-            raise _invalid("priority", self.priority, text)
+            raise RequestError(text, param="priority", value=self.priority)
         if self.lora is not None and not (enable_lora and isinstance(self.lora, str)):
             text = f"lora is {show_value(self.lora)}; it must be the name of an adapter, and needs enable_lora"
-            raise _invalid("lora", self.lora, text)
+            raise RequestError(text, param="lora", value=self.lora)
         session = self.session
         if session is not None and not (isinstance(session, str) and SESSION.fullmatch(session)):
-            text = f"session is {show_value(session)}; allowed: 1 to 128 letters, digits, '.', '_', ':' and '-'"
-            raise _invalid("session", session, text)
+            raise invalid("session", session, "1 to 128 letters, digits, '.', '_', ':' and '-'")
         client = self.client
         if client is None:
             return
         if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
-            allowed = f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters"
-            raise _invalid("client", client, f"client is {show_value(client)}; allowed: {allowed}")
+            raise invalid("client", client, f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters")
         if scheduling_policy != "fair":
-            raise _invalid("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
+            text = f"client is {client!r}; it needs scheduling_policy='fair'"
+            raise RequestError(text, param="client", value=client)
 
 
 def session_key(owner: str, session: str | None) -> str:
@@ -101,16 +98,11 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
     clients: list[Any] = list(client) if several else [client] * count
     for name, values, given in (("priority", priorities, priority), ("client", clients, client)):
         if len(values) != count:
-            raise _invalid(name, given, f"{name} has {len(values)} values for {count} prompts")
+            raise RequestError(f"{name} has {len(values)} values for {count} prompts", param=name, value=given)
     return [
         RequestOptions(priority=rank, client=who, lora=lora)
         for rank, who, lora in zip(priorities, clients, loras, strict=True)
     ]
-
-
-def _invalid(name: str, value: Any, text: str) -> RequestError:
-    """Return a RequestError with this text, which the caller raises, about the value of the option `name`."""
-    return RequestError(text, param=name, value=value)
 
 
 def params_for(count: int, params: Any, max_model_len: int) -> list[SamplingParams]:
@@ -133,7 +125,7 @@ def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
     """Return a copy of SamplingParams with `changes`, and with a max_tokens of at most `max_model_len`, or None.
     Another object is returned unchanged, for the caller to refuse.
 
-    No output is longer. The classes that vLLM has, too, take more, as vLLM's do; servers refuse it.
+    No output is longer. As in vLLM, a larger max_tokens is no error here; servers refuse it.
     """
     if not isinstance(params, SamplingParams):
         return params

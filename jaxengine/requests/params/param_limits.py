@@ -1,11 +1,8 @@
-"""Limits of sampling parameters, the error about one, and the kinds of output. Imports nothing heavy."""
+"""Limits of sampling parameters, and the kinds of output. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
-
-from jaxengine.scheduler.base.errors import RequestError, show_value
 
 # vLLM's own limit of `n`; the server sets a lower one.
 MAX_N = 16384
@@ -30,8 +27,3 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new since the last one
     FINAL_ONLY = 2  # one output, at the end
-
-
-def refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, that the field `name` must be `allowed`."""
-    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingRecipe
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import invalid
 from jaxengine.scheduler.base.request import Request
 
 _MAX_SALT = 1024
@@ -60,13 +60,12 @@ Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | EmbedsPr
 def verify_salt(salt: Any) -> None:
     """Raise RequestError unless the value is a string of 1 to 1024 characters or None."""
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
-        problem = f"cache_salt is {show_value(salt)}; allowed: a string of 1 to {_MAX_SALT} characters"
-        raise RequestError(problem, param="cache_salt", value=salt)
+        raise invalid("cache_salt", salt, f"a string of 1 to {_MAX_SALT} characters")
 
 
 def is_token_ids(value: Any) -> bool:
-    """Whether a value is a single prompt as token ids: a list, tuple or range whose first item is an integer, or a
-    one-dimensional integer array. True for an empty array, False for an empty list.
+    """Return whether a value is a single prompt as token ids: a list, tuple or range whose first item is an integer, or
+    a one-dimensional integer array. True for an empty array, False for an empty list.
     """
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)

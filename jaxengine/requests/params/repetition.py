@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxengine.requests.params.param_limits import INT32_MAX
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse, show_value
 
 # Every token is compared with as many before it.
 MAX_PATTERN_SIZE = 1024
@@ -34,12 +34,12 @@ class RepetitionDetectionParams:
         for name, most in zip(_FIELDS, (MAX_PATTERN_SIZE, MAX_PATTERN_SIZE, INT32_MAX), strict=True):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= most:
-                raise _invalid(name, value, f"an int from 0 to {most}")
+                raise refuse(f"repetition_detection.{name}", value, f"an int from 0 to {most}")
         if self.min_pattern_size > self.max_pattern_size:
             allowed = f"at most max_pattern_size ({self.max_pattern_size})"
-            raise _invalid("min_pattern_size", self.min_pattern_size, allowed)
+            raise refuse("repetition_detection.min_pattern_size", self.min_pattern_size, allowed)
         if self.max_pattern_size and self.min_count < 2:
-            raise _invalid("min_count", self.min_count, "an int >= 2 with a max_pattern_size")
+            raise refuse("repetition_detection.min_count", self.min_count, "an int >= 2 with a max_pattern_size")
 
 
 def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParams | None:
@@ -56,11 +56,5 @@ def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParam
         value = RepetitionDetectionParams(**value)
     if not isinstance(value, RepetitionDetectionParams):
         allowed = f"None, RepetitionDetectionParams or a dict of {', '.join(_FIELDS)}"
-        raise RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+        raise refuse(name, value, allowed)
     return value if value.max_pattern_size else None
-
-
-def _invalid(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, about the field `name` of repetition_detection."""
-    problem = f"repetition_detection.{name} must be {allowed}, got {show_value(value)}"
-    return RequestError(problem, param="repetition_detection", value=value)

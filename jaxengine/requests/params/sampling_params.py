@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.params import param_limits as limits
 from jaxengine.requests.params.activations import Steer, captured_fields, read_captured, read_steer
-from jaxengine.requests.params.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind, refuse
+from jaxengine.requests.params.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind
 from jaxengine.requests.params.repetition import RepetitionDetectionParams, read_repetition_detection
 from jaxengine.requests.params.stop_after import StopAfter, stop_after
 from jaxengine.requests.params.stop_strings import texts_rule
 from jaxengine.requests.params.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse, show_value
 from jaxengine.scheduler.base.sampling_fields import FLOAT_LIMIT, ROWS, TRUNCATION, Row, SamplingFields
 from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.parsers.scan.markers import Marker, Opening
 from jaxengine.requests.params.stop_strings import StopStrings
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse
 
 _MAX_WORDS, _MAX_CHARS = 16, 256
 
@@ -47,7 +47,7 @@ def stop_after(name: str, value: Any) -> StopAfter:
     known = {field.name for field in fields(StopAfter)}
     if not isinstance(value, Mapping) or "reasoning_end" not in value or set(value) - known:
         allowed = "None or a dict with reasoning_end and optionally reasoning_begin"
-        raise RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+        raise refuse(name, value, allowed)
     return StopAfter(**value)
 
 
@@ -74,9 +74,7 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
 def _invalid(name: str, value: Any) -> RequestError:
     """Return a RequestError, for the caller to raise, about the field `name` of stop_after."""
     allowed = f"a text of 1 to {_MAX_CHARS} characters, or a list of 1 to {_MAX_WORDS}"
-    return RequestError(
-        f"stop_after.{name} must be {allowed}, got {show_value(value)}", param="stop_after", value=value
-    )
+    return refuse(f"stop_after.{name}", value, allowed)
 
 
 class AnswerStops:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxengine.requests.params.param_limits import refuse
+from jaxengine.scheduler.base.errors import refuse
 
 
 class _Automaton:

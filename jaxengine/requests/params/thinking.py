@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxengine.requests.structured.params import words_of
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse
 from jaxengine.scheduler.base.token_params import FREE, Grammar, ThinkingBudget
 
 MAX_CHARS = 256
@@ -41,7 +41,7 @@ class ThinkingWords:
         for name in ("reasoning_begin", "closing"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and 1 <= len(value) <= MAX_CHARS):
-                raise _invalid(f"thinking_words.{name}", value, f"a text of 1 to {MAX_CHARS} characters, or None")
+                raise refuse(f"thinking_words.{name}", value, f"a text of 1 to {MAX_CHARS} characters, or None")
 
 
 def thinking_words(name: str, value: Any) -> ThinkingWords:
@@ -52,7 +52,7 @@ def thinking_words(name: str, value: Any) -> ThinkingWords:
         return value
     known = {field.name for field in fields(ThinkingWords)}
     if not isinstance(value, Mapping) or "reasoning_end" not in value or set(value) - known:
-        raise _invalid(name, value, "None or a dict with reasoning_end and optionally reasoning_begin and closing")
+        raise refuse(name, value, "None or a dict with reasoning_end and optionally reasoning_begin and closing")
     return ThinkingWords(**value)
 
 
@@ -69,7 +69,7 @@ def limited(
     """
     closing = tuple(encode(str(words.closing)))
     if not closing:
-        raise _invalid("thinking_words.closing", words.closing, "a text of this model's tokens")
+        raise refuse("thinking_words.closing", words.closing, "a text of this model's tokens")
     if grammar is None:
         begin = () if words.reasoning_begin is None else tuple(encode(words.reasoning_begin))
         # A model that cannot write the opening word does not reason.
@@ -80,10 +80,3 @@ def limited(
         raise RequestError(f"{problem}; give structured_outputs.reasoning_end", param="thinking_token_budget")
     budget = ThinkingBudget(num_tokens=num_tokens, ends=words.reasoning_end, closing=closing)  # pyright: ignore[reportArgumentType]
     return replace(grammar, budget=budget)
-
-
-def _invalid(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, for the caller to raise, about the value of `name`, a field or a path such as field.key.
-    Its param is the field.
-    """
-    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name.partition(".")[0], value=value)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from jaxengine.config.features.pooling_model import (
     TokenTask,
     check_dimensions,
 )
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import invalid
 from jaxengine.scheduler.base.token_params import TokenParams
 
 # Least divisor, as in torch.nn.functional.normalize.
@@ -114,26 +113,26 @@ class PoolingParams:
         """
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool | None):  # 1 equals True, but is not
-                raise _invalid(name, getattr(self, name), "True, False or None")
+                raise invalid(name, getattr(self, name), "True, False or None")
         if self.task not in (None, *model.tasks, "score"):
-            raise _invalid("task", self.task, f"{', '.join(model.tasks)} or score: the tasks of this model")
+            raise invalid("task", self.task, f"{', '.join(model.tasks)} or score: the tasks of this model")
         task = model.task if self.task in (None, "score") else self.task
         embeds = task in (EMBED, TOKEN_EMBED)
         names = ("use_activation", *(("normalize",) if embeds else ("softmax", "activation")))
         for name in ("normalize", "softmax", "activation"):
             if getattr(self, name) is not None and name not in names:
-                raise _invalid(name, getattr(self, name), f"None with task {task}")
+                raise invalid(name, getattr(self, name), f"None with task {task}")
         said = {getattr(self, name) for name in names} - {None}
         if len(said) > 1:
-            raise _invalid(names[1], getattr(self, names[1]), "the value of use_activation, or None")
+            raise invalid(names[1], getattr(self, names[1]), "the value of use_activation, or None")
         use_activation = said.pop() if said else model.use_activation
         dimensions = self.dimensions
         if dimensions is not None:
             if type(dimensions) is not int or dimensions < 1:
-                raise _invalid("dimensions", dimensions, "a whole number of at least 1")
+                raise invalid("dimensions", dimensions, "a whole number of at least 1")
             if not embeds:
-                raise _invalid("dimensions", dimensions, f"None with task {task}")
-            check_dimensions(model, dimensions, lambda allowed: _invalid("dimensions", dimensions, allowed))
+                raise invalid("dimensions", dimensions, f"None with task {task}")
+            check_dimensions(model, dimensions, lambda allowed: invalid("dimensions", dimensions, allowed))
         tokens = model.tokens.get(str(task))
         activation = model.activation if tokens is None else tokens.activation
         dimensions = (dimensions or model.dimensions) if embeds else None
@@ -151,7 +150,7 @@ class PoolingParams:
         if not name:
             return ""
         if not isinstance(name, str) or name not in prompts:
-            raise _invalid(
+            raise invalid(
                 "prompt_name", self.prompt_name, ", ".join(map(repr, prompts)) or "None: the model has no prompts"
             )
         return prompts[name]
@@ -162,7 +161,7 @@ class PoolingParams:
         """
         keep = self.truncate_prompt_tokens
         if keep is not None and (type(keep) is not int or not (keep == -1 or 1 <= keep <= longest)):
-            raise _invalid("truncate_prompt_tokens", keep, f"-1, or 1 to {longest} (max_model_len)")
+            raise invalid("truncate_prompt_tokens", keep, f"-1, or 1 to {longest} (max_model_len)")
         return longest if keep == -1 else keep
 
     def token_params(self, model: PoolingModel, recipe: PoolingRecipe) -> TokenParams:
@@ -172,8 +171,3 @@ class PoolingParams:
         tokens = recipe.tokens is not None
         reads_prompt = tokens or model.pooler.reads_all or self.skip_reading_prefix_cache is True
         return TokenParams(temperature=0.0, reads_prompt=reads_prompt, token_results=tokens)
-
-
-def _invalid(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, about the value of the parameter `name`."""
-    return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

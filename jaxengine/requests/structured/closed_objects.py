@@ -53,8 +53,8 @@ def forbid_additional_properties(text: str) -> str:
 
 
 def lists_all(schema: dict[str, Any]) -> bool:
-    """Whether a schema has `properties` that include all required ones, and no other keyword that mentions or counts
-    properties.
+    """Return whether a schema has `properties` that include all required ones, and no other keyword that mentions or
+    counts properties.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list) or _NEEDS_OTHERS & schema.keys():
@@ -118,8 +118,8 @@ def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any
 
 
 def _have_discriminator(branches: list[Any]) -> bool:
-    """Whether a property that all branches require has a different string constant in each. branches:
-    resolved schemas.
+    """Return whether a property that all branches require has a different string constant in each. branches: resolved
+    schemas.
     """
     constants = []
     for branch in branches:

@@ -122,7 +122,7 @@ class _Fitting:
 
 
 def _is_beyond(schema: Any) -> bool:
-    """Whether a schema has a pattern with look-around, word boundaries or back references."""
+    """Return whether a schema has a pattern with look-around, word boundaries or back references."""
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     return isinstance(pattern, str) and _BEYOND_REGULAR.search(pattern) is not None
 

@@ -14,7 +14,7 @@ from typing import Any
 from jaxengine.requests.structured.closed_objects import forbid_additional_properties
 from jaxengine.requests.structured.json_schema import fit_for_grammar
 from jaxengine.requests.structured.structural_tags import lark_regex, tag_rules
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse, show_value
 from jaxengine.scheduler.base.token_params import Grammar
 
 MAX_SCHEMA_BYTES = 256 << 10
@@ -38,7 +38,7 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 
 def _invalid(name: str, value: Any, allowed: str, owner: str = "structured_outputs") -> RequestError:
     """Return a RequestError, which the caller raises, about the value of the field owner.name."""
-    return RequestError(f"{owner}.{name} must be {allowed}, got {show_value(value)}", param=owner, value=value)
+    return refuse(f"{owner}.{name}", value, allowed)
 
 
 def _text(name: str, value: Any, at_most: int, owner: str = "structured_outputs", *, least: int = 1) -> str:
@@ -306,7 +306,7 @@ def _schema(value: Any, name: str = "json") -> str:
     try:
         if isinstance(value, str):
             text = _text(name, value, MAX_SCHEMA_BYTES)
-            schema = json.loads(text, parse_constant=_no_constant)
+            schema = json.loads(text, parse_constant=int)  # int("NaN") raises ValueError
         else:
             if not isinstance(value, Mapping):
                 raise _invalid(name, value, allowed)
@@ -325,11 +325,6 @@ def _schema(value: Any, name: str = "json") -> str:
         if key in ("$ref", "$dynamicRef") and isinstance(item, str) and not item.startswith("#"):
             raise _invalid(name, item, "a schema that refers only to parts of itself (#...); nothing is fetched")
     return text
-
-
-def _no_constant(name: str) -> Any:
-    """Raise ValueError: `json.loads` calls this for NaN, Infinity and -Infinity."""
-    raise ValueError(f"{name} is not JSON")
 
 
 def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:

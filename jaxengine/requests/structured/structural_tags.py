@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, refuse
 
 Piece = str | dict[str, str]
 Pieces = list[Piece]
@@ -41,7 +41,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 _WITHOUT_EFFECT = (None, False, [], "json", -1)
 _FREE = ("any_text", "triggered_tags")
 _NOTHING = {"type": "const_string", "value": ""}
-_SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
+_LARK_ESCAPES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def tag_rules(tag: Mapping[str, Any], json_term: Callable[[Any], str]) -> list[Pieces]:
@@ -81,8 +81,7 @@ def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 def _invalid(name: str, value: Any, allowed: str) -> RequestError:
     """Return a RequestError, which the caller raises, about the field `name` of a structural tag."""
-    text = f"structured_outputs.structural_tag.{name} must be {allowed}, got {show_value(value)}"
-    return RequestError(text, param="structured_outputs", value=value)
+    return refuse(f"structured_outputs.structural_tag.{name}", value, allowed)
 
 
 def _only(value: Mapping[str, Any], *names: str) -> None:
@@ -225,9 +224,8 @@ class _Writer:
 
 
 def lark_regex(pattern: str) -> str:
-    """Return the Lark term of a regular expression, in which slashes may be escaped."""
-    escaped = _SLASH_OR_ESCAPE.sub(lambda found: r"\/" if found[0] == "/" else found[0], pattern)
-    return "/" + escaped.replace("\n", r"\n") + "/"
+    """Return a regular expression as a Lark pattern, /.../, with slashes and line breaks escaped."""
+    return "/" + re.sub(r"(?s:\\.)|/|\n", lambda found: _LARK_ESCAPES.get(found[0], found[0]), pattern) + "/"
 
 
 def _checked(value: Any) -> dict[str, Any]:

@@ -97,14 +97,9 @@ def _read_pieces(path: Path) -> tuple[Tokenizer, MistralFormat]:
     return tokenizer, MistralFormat(_known(_version_of_pieces(path.name), path), images=bool(found and found[2]))
 
 
-def _content(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a tekken.json. Raises ModelFileError if it is too large or not a JSON object."""
-    return parse_object(path, read_text(path.parent, path.name, MAX_TEKKEN_BYTES) or "", dict)
-
-
 def _read_tekken(path: Path) -> tuple[Tokenizer, MistralFormat]:
     """Return the tokenizer and the chat format of a tekken.json. Raises ModelFileError for an invalid one."""
-    content = _content(path)
+    content = parse_object(path, read_text(path.parent, path.name, MAX_TEKKEN_BYTES) or "", dict)
     config, vocabulary = content.get("config"), content.get("vocab")
     if not isinstance(config, dict) or not isinstance(vocabulary, list):
         raise ModelFileError(path, "must have a mapping, config, and a list, vocab")
@@ -192,12 +187,6 @@ def _ranked(vocabulary: Sequence[Any], path: Path) -> list[bytes]:
     return tokens
 
 
-def _images(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of images; {} without any."""
-    found = content.get("image") or content.get("multimodal") or {}
-    return found if isinstance(found, dict) else {}
-
-
 def _format(content: Mapping[str, Any], version: int, special: Sequence[str], path: Path) -> MistralFormat:
     """Return the chat format of a tekken.json. It thinks from version 13 on, if `special` has the tokens of thoughts,
     and has efforts, the default first, from version 15 on. Raises ModelFileError for invalid values of
@@ -213,9 +202,10 @@ def _format(content: Mapping[str, Any], version: int, special: Sequence[str], pa
         if not words or words != values or default not in words:
             raise ModelFileError(path, "must have a list of values, and one of them as default", "reasoning_effort")
         efforts = (str(default), *(each for each in words if each != default))
-    return MistralFormat(version, bool(_images(content)), bool(content.get("audio")), thinks, efforts)
+    has_images = isinstance(content.get("image") or content.get("multimodal") or None, dict)
+    return MistralFormat(version, has_images, bool(content.get("audio")), thinks, efforts)
 
 
 def _is_word(value: Any) -> bool:
-    """Whether a value is a text of small letters, which may stand in a template as it is."""
+    """Return whether a value is a text of small letters, which may stand in a template as it is."""
     return isinstance(value, str) and re.fullmatch("[a-z_]{1,32}", value) is not None

@@ -90,7 +90,9 @@ GLM4 = Ranks(
 
 
 def is_tiktoken(source: bytes) -> bool:
-    """Whether a file's content (`source`) is in tiktoken's format: its first line has a token in base64 and a rank."""
+    """Return whether a file's content (`source`) is in tiktoken's format: its first line has a token in base64 and a
+    rank.
+    """
     return _LINE.fullmatch(source[: source.find(b"\n")].rstrip()) is not None
 
 

@@ -68,7 +68,7 @@ class DueCopies:
         self._num_forgotten = 0
 
     def __bool__(self) -> bool:
-        """Whether copies are due."""
+        """Return whether copies are due."""
         return bool(self._due)
 
     def add(self, rank: Rank, keys: Iterable[bytes], found: dict[bytes, int]) -> None:
@@ -161,5 +161,5 @@ def found_columns(tables: PageTables, digests: list[bytes]) -> list[dict[bytes, 
 
 
 def is_here(offload: Offload, key: bytes) -> bool:
-    """Whether host memory has a key, or a dispatched copy will bring it there."""
+    """Return whether host memory has a key, or a dispatched copy will bring it there."""
     return key in offload.tiers.host or key in offload.tiers.arriving

@@ -106,7 +106,7 @@ class Offload(LoopExtension):
 
     def after_forward(self, step: InFlight | None) -> Events:
         """Dispatch copies of the pages that the step fills, and start the loads that the scheduler has ordered. Returns
-        no events. Copies of pages that the sampler completes are left to the next `poll`.
+        no events. With `fills_after_sample` the copies are left to the next `poll`.
         """
         if self.orders.is_due and not self._fills_after_sample:
             self._save(filled=True)
@@ -120,7 +120,7 @@ class Offload(LoopExtension):
         """Record the rate of computed tokens for the tiers, from steps with more than max_num_seqs tokens, which are
         hardly decodes alone.
         """
-        if step.step.num_tokens > self._most_decodes:  # hardly a step of decodes alone
+        if step.step.num_tokens > self._most_decodes:
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 
     def ended(self, request: Request) -> None:

@@ -66,11 +66,11 @@ class Tiers:
         self.loading, self.computing = Rate(), Rate()
 
     def has(self, key: bytes) -> bool:
-        """Whether a key is stored, on its way to host memory, or at another engine."""
+        """Return whether a key is stored, on its way to host memory, or at another engine."""
         return self._is_here(key) or key in self.elsewhere
 
     def is_far(self, key: bytes) -> bool:
-        """Whether only another engine has a key."""
+        """Return whether only another engine has a key."""
         return key in self.elsewhere and not self._is_here(key)
 
     def pin(self, keys: Sequence[bytes]) -> None:
@@ -91,8 +91,8 @@ class Tiers:
             self.disk.drop(key)
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
-        """Whether loading num_stored pages takes less time than computing num_tokens tokens, by the rates measured so
-        far; True while a rate has not been measured.
+        """Return whether loading num_stored pages takes less time than computing num_tokens tokens, by the rates
+        measured so far; True while a rate has not been measured.
         """
         loading, computing = self.loading.value, self.computing.value
         return loading is None or computing is None or num_stored / loading < num_tokens / computing
@@ -108,7 +108,7 @@ class Tiers:
         return self.elsewhere[key][-1] if is_elsewhere else self.disk
 
     def _is_here(self, key: bytes) -> bool:
-        """Whether a key is stored here, or on its way to host memory."""
+        """Return whether a key is stored here, or on its way to host memory."""
         return key in self.host or key in self.arriving or (self.disk is not None and key in self.disk)
 
 

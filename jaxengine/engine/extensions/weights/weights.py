@@ -27,7 +27,7 @@ from jaxengine.engine.weight_types import (
 from jaxengine.runner.weights import sleep
 from jaxengine.runner.weights.process_weights import everywhere
 from jaxengine.runner.weights.weight_update import NewWeights
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid, refuse, show_value
 from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.base.weight_version import MAX_VERSION, check_version
 from jaxengine.scheduler.rank import Rank
@@ -336,7 +336,7 @@ def _named(tags: Sequence[str] | None) -> set[str]:
     anything but a collection of known tags or None.
     """
     if not isinstance(tags, Collection | None):
-        raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)
+        raise refuse("tags", tags, "None or a list of tags")
     for tag in tags or ():
         _among("tags", tag, (WEIGHTS, KV_CACHE))
     return set(PARTS if tags is None else tags)
@@ -352,7 +352,7 @@ def _parts(level: int, tags: Sequence[str] | None, keep_kv: bool, can_keep: bool
     parts = _named(tags)
     if tags is not None and not (level and parts):
         allowed = f"{WEIGHTS}, {KV_CACHE} or both" if level else "None with level 0, which releases nothing"
-        raise RequestError(f"tags is {show_value(tags)}; allowed: {allowed}", param="tags", value=tags)
+        raise invalid("tags", tags, allowed)
     if not isinstance(keep_kv, bool) or (keep_kv and not (can_keep and level == 1 and KV_CACHE in parts)):
         text = "allowed: False, or True at level 1 if kv_cache is released and kv_offloading_size is set"
         raise RequestError(f"keep_kv is {show_value(keep_kv)}; {text}", param="keep_kv", value=keep_kv)

@@ -13,12 +13,13 @@ from typing import Any
 
 from jaxengine.parsers.allowed import AllowedCalls
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
-from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema, call_schema, text_calls
+from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema, call_schema, literal
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import OutputParser
 from jaxengine.parsers.tools.forced import NamedTextParser, NamedToolParser, RequiredTextParser, RequiredToolParser
 from jaxengine.requests.structured.closed_objects import lists_all
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
+from jaxengine.requests.structured.structural_tags import lark_regex
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.schema_references import Place, SchemaDocument, UnresolvedError, moved, with_definitions
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool
@@ -138,7 +139,11 @@ def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
     forms = {each.name: body.text_forms[each.name] for each in callable_functions if each.name in body.text_forms}
     if not forms:
         return None
-    rules = list(text_calls(forms))
+    rules: list[str] = []
+    for number, (name, form) in enumerate(forms.items()):
+        head = literal(f'{{"name": {literal(name)}}}\n')
+        text = f"%lark {{\n{form['grammar']}\n}}" if "grammar" in form else lark_regex(form["regex"])
+        rules += [f"text_{number}: {head} body_{number}", f"body_{number}: {text}"]
     starts = [f"text_{number}" for number in range(len(forms))]
     functions = [each for each in callable_functions if each.name not in forms]
     if functions:

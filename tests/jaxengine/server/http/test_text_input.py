@@ -6,9 +6,9 @@ import json
 import re
 
 from jaxengine.parsers.registry import call_ids
-from jaxengine.parsers.scan.call_grammar import text_calls
 from jaxengine.parsers.scan.events import message_of
 from jaxengine.parsers.tools.forced import NamedTextParser, RequiredTextParser
+from jaxengine.requests.structured.structural_tags import lark_regex
 from jaxengine.server.http.responses.text_input import TextInput
 from tests.tables import each_row
 
@@ -78,7 +78,6 @@ def test_a_named_call():
     ("regex", "texts"), [("a/b", ["a/b"]), (r"a\/b\\/", ["a/b\\/"]), ("a\nb\\\nc", ["a\nb\nc"]), (r"\[/]", ["[/]"])]
 )
 def test_a_regular_expression_is_quoted(regex, texts):
-    _, body = text_calls({"t": {"regex": regex}})
-    pattern = body.removeprefix("body_0: /").removesuffix("/")
+    pattern = lark_regex(regex)[1:-1]
     assert not re.search(r"(?<!\\)(?:\\\\)*/|\n", pattern)
     assert all(re.fullmatch(pattern, text) for text in texts)
