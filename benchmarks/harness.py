@@ -26,7 +26,7 @@ BENCHMARKS = {
     "attention": ("kernels.attention", "paged attention beside what the device can do and beside other attentions"),
     "expert_tiles": ("kernels.expert_tiles", "rows that the kernels of experts multiply for each row of a token"),
     "proof_start": ("kernels.proof_start", "how much the proof of kernels delays a start (stand-ins on a CPU)"),
-    "few_rows": ("kernels.few_rows", "products of few rows on this CPU: machine code beside plain XLA"),
+    "few_rows": ("kernels.few_rows", "products of 1 to 32 rows on this CPU: machine code beside plain XLA"),
     "gpu_launches": ("kernels.gpu_launches", "launches of attention on cards without a kernel for it (jax's compiler)"),
     "sparse_attention": (
         "kernels.sparse_attention",

@@ -27,7 +27,7 @@ SHAPES = ((576, 576), (576, 3072), (1536, 576), (2048, 8192), (4096, 14336))
 KINDS = ("four bits", "int8", "bfloat16", "float32")
 _DENSE = "bfloat16", "float32"
 _GROUP, _BYTES = 32, 40_000_000
-OPTIONS = {"rows": Option((1, 2, 8), "of a step"), **shared(rounds=5, only="")}
+OPTIONS = {"rows": Option((1, 2, 8, 32), "of a step"), **shared(rounds=5, only="")}
 
 
 def _matrix(kind: str, inputs: int, outputs: int, rng: np.random.Generator) -> tuple[jax.Array, ...]:

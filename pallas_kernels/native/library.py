@@ -132,7 +132,9 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
 
 @functools.cache
 def has_feature(name: str) -> bool:
-    """Return whether the processor has a feature, by LLVM's name, such as "avx512f". Raises ImportError without llvmlite."""
+    """Return whether the processor has the feature `name`, as LLVM calls it, such as "avx512f". Raises ImportError
+    without llvmlite.
+    """
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
     return bool(llvm.get_host_cpu_features().get(name))

@@ -72,7 +72,7 @@ def many_rows_product(x: jax.Array, matrix: jax.Array, *, is_table: bool = False
 
 
 def has_many_rows(matrix: jax.Array, *, is_table: bool = False) -> bool:
-    """Return whether a handler of matmul.native_rows multiplies many rows by a matrix [in, out], or [out, in] if is_table.
+    """Return whether a handler of matmul.native_rows supports a matrix [in, out], or [out, in] if is_table.
 
     It must be bfloat16, or float32 and no table; out must be a multiple of 64, and in one of 32. For bfloat16 the
     processor must have AVX-512's products of it and no tiles (AMX), which XLA uses.
