@@ -51,6 +51,7 @@ class AriaProcessor(UnitProcessor):
         _LEAST: 336,
     }
     config_defaults = {"image_token_index": 9}
+    token_names = ("image_token_id", "image_token_index")
     most: int
     least: int
     splits: bool
@@ -93,10 +94,6 @@ class AriaProcessor(UnitProcessor):
         found.splits = boolean_option(options, _SPLIT, self.splits)
         return found
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id, or image_token_index, of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id", "image_token_index")  # the latter has a default
-
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image with the most crops."""
         if not self.splits:
@@ -134,10 +131,6 @@ class AriaProcessor(UnitProcessor):
         return Processed(
             patches.reshape(-1, patches.shape[2]), places.reshape(1, -1), rows.ravel(), len(crops) * count, grid
         )
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its crops in one

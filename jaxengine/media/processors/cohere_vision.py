@@ -31,6 +31,8 @@ class AyaVisionProcessor(TextPlaceholderProcessor):
     stands for an image; it need not be a token.
     """
 
+    token_names = ("image_token_index", "image_token_id")
+
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and the texts around tiles. Raises ModelConfigError or ModelFileError for
         missing or invalid settings.
@@ -39,13 +41,6 @@ class AyaVisionProcessor(TextPlaceholderProcessor):
         path, named = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self._texts = {name: token_text(path, named, name, usual) for name, usual in _AYA.items()}
         self.place_text(path, "image_token", self._texts["image_token"])
-
-    def placeholder_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id, the token at whose positions embeddings go.
-
-        Raises ModelConfigError if it is missing or invalid.
-        """
-        return self.token_id("image_token_index", "image_token_id")
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the start text, each tile's and then the whole image's name and
@@ -90,10 +85,6 @@ class Cohere2VisionProcessor(TilesProcessor):
             raise fields.fail(
                 "patch_size", f"the side of the square of {rows} embeddings that the tower makes of a tile"
             )
-
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
-        return self.token_id("image_token_id")
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         """Return the (rows, columns) of at most `most` tiles that enlarges the image least; where all shrink it, the

@@ -11,7 +11,7 @@ import numpy as np
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import padded
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, switch, token_text
-from jaxengine.media.processors.units import UnitProcessor, read_size
+from jaxengine.media.processors.units import UnitProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.params.files import read_object
 
@@ -42,8 +42,7 @@ class DeepseekVLProcessor(UnitProcessor):
         """
         if not switch(fields, "do_pad"):
             raise fields.fail("do_pad", "true or absent")
-        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
-            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.check_square(fields)
         self.least = fields.integer("min_size")
         if self.least > self.side:
             raise fields.fail("min_size", f"at most the tower's image_size, {self.side}")
@@ -51,10 +50,6 @@ class DeepseekVLProcessor(UnitProcessor):
         if not all(0 <= one <= 1 for one in mean):
             raise fields.fail("image_mean", "numbers from 0 to 1, the colour around images")
         self.colour = [int(one * 255) for one in mean]
-
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
         return self.side, self.side
@@ -68,10 +63,6 @@ class DeepseekVLProcessor(UnitProcessor):
         scale = self.side / max(height, width)
         height, width = (max(round(length * scale), self.least) for length in (height, width))
         return [padded(self.pixels.resized(picture, height, width), self.colour)], (1, 1)
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
 
 
 class JanusProcessor(DeepseekVLProcessor):

@@ -13,7 +13,15 @@ import numpy as np
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava_next import best_size
-from jaxengine.media.processors.settings import IMAGES, MAX_SIDE, WHOLE, check_options, check_pictures, token_text
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    MAX_SIDE,
+    WHOLE,
+    check_options,
+    check_pictures,
+    tiles_of,
+    token_text,
+)
 from jaxengine.media.processors.units import UnitProcessor, boolean_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.files import read_object
@@ -105,7 +113,7 @@ class DeepseekVL2Processor(UnitProcessor):
         rows, columns = tall // side, wide // side
         check_room(modality, (1 + rows * columns) * tower.unit, most)
         canvas = self._fitted(value, tall, wide)
-        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = tiles_of(canvas, rows, columns)
         units = [self._fitted(value, side, side), *tiles]
         patches = np.zeros((len(units), tower.unit, tower.num_features), np.float32)
         patches[:, : tower.vit.num_patches] = self._cut(units).reshape(len(units), -1, tower.num_features)
@@ -145,10 +153,6 @@ class DeepseekVL2Processor(UnitProcessor):
             if column == columns - 1:
                 out[1 + number, lines**2 : -1] = firsts + width - 1
         return out, whole.size + 1 + rows * lines * width
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if a grid is given, and for a

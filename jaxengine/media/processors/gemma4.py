@@ -56,6 +56,8 @@ class Gemma4Processor(GridProcessor):
       tokenizer: of the model; None without one, so that videos are refused.
     """
 
+    needs_grid = False
+
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
         invalid settings.
@@ -99,10 +101,6 @@ class Gemma4Processor(GridProcessor):
     def _most(self) -> int:
         """Largest budget with which a side has no more patches than the tower has positions."""
         return min(max(BUDGETS), self.tower.num_positions // self.tower.spatial_merge_size)
-
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text. Needs the tokenizer."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         return (_BUDGET,)
@@ -157,16 +155,6 @@ class Gemma4Processor(GridProcessor):
             for modality, settings in self.sizes.items()
         }
         return found
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
-        no grid is given.
-
-        Raises RequestError if the grid does not make num_rows.
-        """
-        # The prompt does not depend on the grid: without one all rows form a line.
-        merge = self.tower.spatial_merge_size
-        return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order

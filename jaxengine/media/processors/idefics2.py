@@ -70,10 +70,6 @@ class Idefics2Processor(UnitProcessor):
         found.splits = boolean_option(options, _SPLIT, self.splits)
         return found
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id")
-
     def largest_size(self) -> tuple[int, int]:
         return self.longest, self.longest
 

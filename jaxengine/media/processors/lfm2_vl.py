@@ -24,6 +24,7 @@ from jaxengine.media.processors.settings import (
     check_pictures,
     read_settings,
     switch,
+    tiles_of,
 )
 from jaxengine.media.processors.units import boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -135,10 +136,6 @@ class Lfm2VlProcessor(GridProcessor):
                 found[least] = found[most]
         return found | {name: boolean_option(options, name, bool(self.limits[name])) for name in _BOOLEANS}
 
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
-
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image, uint8[H, W, 3], into crops, and the crops into patches.
 
@@ -156,7 +153,7 @@ class Lfm2VlProcessor(GridProcessor):
         if rows:
             side = self.tile
             fine = self.pixels.resized(value, rows * side, columns * side)
-            crops += list(fine.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+            crops += tiles_of(fine, rows, columns)
         if _has_whole(rows, columns, limits):
             crops.append(self.pixels.resized(value, *whole))
         return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in crops], (rows, columns))

@@ -17,7 +17,7 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
-from jaxengine.media.processors.settings import MAX_SIDE, Pixels
+from jaxengine.media.processors.settings import MAX_SIDE, Pixels, tiles_of
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -86,7 +86,7 @@ class LlavaNextProcessor(LlavaProcessor):
         side = self.side
         rows, columns = self._tiling(*picture.shape[:2])
         canvas = on_canvas(self.pixels, picture, rows * side, columns * side)
-        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = tiles_of(canvas, rows, columns)
         whole = self.pixels.resized(picture, side, side)
         return [middle(whole, side), *tiles], (rows, columns)
 

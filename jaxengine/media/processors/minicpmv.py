@@ -24,6 +24,7 @@ from jaxengine.media.processors.settings import (
     check_pictures,
     read_settings,
     switch,
+    tiles_of,
     token_text,
 )
 from jaxengine.media.processors.units import integer_option
@@ -139,10 +140,6 @@ class MiniCPMVProcessor(GridProcessor):
         self.enlarges = upsize == "always"
         self.numbers = switch(fields, "use_image_id")
 
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
-
     def option_names(self) -> tuple[str, ...]:
         return (_OPTION,)
 
@@ -177,8 +174,7 @@ class MiniCPMVProcessor(GridProcessor):
         made = [self.pixels.resized(value, *crops.whole)]
         if rows:
             fine = self.pixels.resized(value, rows * height, columns * width)
-            cut = fine.reshape(rows, height, columns, width, 3).swapaxes(1, 2)
-            made += list(cut.reshape(-1, height, width, 3))
+            made += tiles_of(fine, rows, columns)
         return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in made], crops.slices)
 
     def num_patches(self, grid: tuple[int, int, int]) -> int:

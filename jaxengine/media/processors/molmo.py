@@ -36,7 +36,7 @@ class MolmoProcessor(CropsProcessor):
         settings, and for missing tokens.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
-        found = {text: self._ids(text) for text in (_PATCH, _COLUMN, _START, _END, _IMAGE)}
+        found = {text: self.ids(text) for text in (_PATCH, _COLUMN, _START, _END, _IMAGE)}
         if missing := [text for text, ids in found.items() if len(ids) != 1]:
             raise ModelConfigError(f"the tokenizer must have the token {missing[0]}")
         self._tokens = {text: ids[0] for text, ids in found.items()}
@@ -187,11 +187,7 @@ class MolmoProcessor(CropsProcessor):
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         text = re.sub(f"{re.escape(_IMAGE)}\n?", "", text)
         text = text if text.startswith(" ") else f" {text}"
-        return super().expand([*first, *[self.placeholder_id()] * len(images), *self._ids(text)], items)
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return super().expand([*first, *[self.placeholder_id()] * len(images), *self.ids(text)], items)
 
 
 def _place(size: tuple[int, int], canvas: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

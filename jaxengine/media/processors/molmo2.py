@@ -18,7 +18,7 @@ from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.settings import VIDEOS, WHOLE, Pixels, check_options, read_settings, token_text
 from jaxengine.media.processors.tiles import MAX_TILES
-from jaxengine.media.processors.units import UnitProcessor, check_placeholders, integer_option, read_size
+from jaxengine.media.processors.units import UnitProcessor, check_placeholders, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.tower import SHARES
 from jaxengine.models.params.errors import ModelFileError
@@ -61,7 +61,7 @@ class CropsProcessor(UnitProcessor):
         """Read and set the limit of crops, their margins and the windows of images. Raises ModelConfigError for a size
         or a patch other than the tower's, a filter other than bilinear, and values out of range.
         """
-        _check_pixels(fields, self.pixels, self.side, self.patch)
+        self._check_pixels(fields, self.pixels)
         self.max_crops = fields.integer("max_crops", 8)
         if self.max_crops > MAX_TILES:
             raise fields.fail("max_crops", f"from 1 to {MAX_TILES}")
@@ -70,6 +70,16 @@ class CropsProcessor(UnitProcessor):
         if sum(self.margins) >= grid:
             raise fields.fail("overlap_margins", f"two numbers whose sum is less than a crop's {grid} patches")
         self.pooling = self._read_pooling(fields, (2, 2))
+
+    def _check_pixels(self, fields: ConfigFields, pixels: Pixels) -> None:
+        """Raise ModelConfigError for a size or a patch of other pixels than the tower's, and a filter other than
+        bilinear.
+        """
+        self.check_square(fields)
+        if fields.integer("patch_size") != self.patch:
+            raise fields.fail("patch_size", f"{self.patch}, the tower's")
+        if pixels.resample != _BILINEAR:
+            raise fields.fail("resample", f"{_BILINEAR}, bilinear")
 
     def _read_pooling(self, fields: ConfigFields, default: tuple[int, int]) -> tuple[int, int]:
         """Return `pooling_size`, (height, width) of a window in patches. Raises ModelConfigError for windows of more
@@ -208,7 +218,7 @@ class Molmo2Processor(CropsProcessor):
             modality: token_text(path, named, f"{modality}_token", f"<|{modality}|>") for modality in self.modalities
         }
         joint = _PATCH, _COLUMN, _START, _LOW_START, _FRAME_START, _END, _FRAME_END, _LOW
-        found = {text: self._ids(text) for text in (*joint, *self._placeholders.values())}
+        found = {text: self.ids(text) for text in (*joint, *self._placeholders.values())}
         self._tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
         self._joint = [self._tokens[text] for text in joint if text in self._tokens]
         form, needed = self._form, [_PATCH, _START, _END, self._form.whole_start, *self._placeholders.values()]
@@ -228,7 +238,7 @@ class Molmo2Processor(CropsProcessor):
             _, found = read_settings(folder, VIDEOS)
             fields = found.with_defaults(**self.defaults)
             pixels = Pixels.read(fields)
-            _check_pixels(fields, pixels, self.side, self.patch)
+            self._check_pixels(fields, pixels)
             self.set_frames(copy(self), pixels)
             pooling = self._read_pooling(fields, (3, 3))
             return pooling, float(fields.number("max_fps", 2))
@@ -327,7 +337,7 @@ class Molmo2Processor(CropsProcessor):
         form, token, found = self._form, self._tokens, list[int]()
         lines = self._lines(*item.grid[1:], form.frame_columns)
         for number, seconds in enumerate(item.seconds):
-            found += self._ids(f" {seconds:.1f} ") if number else []
+            found += self.ids(f" {seconds:.1f} ") if number else []
             found += [token[form.frame_start], *lines, token[form.frame_end]]
         return found
 
@@ -351,17 +361,13 @@ class Molmo2Processor(CropsProcessor):
         if videos:
             text, video = self.tokenizer.decode(found, skip_special_tokens=False), self._placeholders["video"]
             check_placeholders("video", video, text.count(video), 1)
-            found = self._ids(text.replace(video, f"{videos[0].seconds[0]:.1f} {video}"))
+            found = self.ids(text.replace(video, f"{videos[0].seconds[0]:.1f} {video}"))
         if pictures or videos:
             begin = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
             found = found if begin is None or found[:1] == [begin] else [begin, *found]
         expanded = super().expand(found, items)
         joint = np.flatnonzero(np.isin(expanded.token_ids, self._joint)).astype(np.int32)
         return expanded._replace(joint=joint if pictures or videos else None)
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -420,18 +426,6 @@ def read_pair(fields: ConfigFields, name: str, default: tuple[int, int], least: 
     if not right or any(type(each) is not int or each < least for each in found):
         raise fields.fail(name, f"two integers >= {least}")
     return found[0], found[1]
-
-
-def _check_pixels(fields: ConfigFields, pixels: Pixels, side: int, patch: int) -> None:
-    """Raise ModelConfigError for a size or a patch of other pixels than the tower's, and a filter other than
-    bilinear.
-    """
-    if set(read_size(fields, "size", ("height", "width")).values()) != {side}:
-        raise fields.fail("size", f"{side} by {side}, the tower's image_size")
-    if fields.integer("patch_size") != patch:
-        raise fields.fail("patch_size", f"{patch}, the tower's")
-    if pixels.resample != _BILINEAR:
-        raise fields.fail("resample", f"{_BILINEAR}, bilinear")
 
 
 def _read_form(folder: Path) -> _Form:

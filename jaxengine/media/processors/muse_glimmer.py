@@ -92,10 +92,6 @@ class MuseGlimmerProcessor(GridProcessor):
             raise fields.fail(_LIMITS[modality][0], f"1 to {_MOST}")
         return Pixels.read(fields), limit
 
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text. Needs the tokenizer."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
-
     def option_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in _LIMITS.values())
 

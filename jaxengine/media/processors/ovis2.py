@@ -56,12 +56,6 @@ class Ovis2Processor(TextPlaceholderProcessor):
         self.crops = switch(fields, "crop_to_patches", False)
         self.covers = switch(fields, "use_covering_area_grid")
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json, the token at whose positions embeddings of patches go. Raises
-        ModelConfigError if it is invalid.
-        """
-        return self.token_id("image_token_id")
-
     @property
     def embedded_ids(self) -> tuple[int, ...]:
         return (self.image_id, *self.indicators)

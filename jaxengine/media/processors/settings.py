@@ -153,6 +153,13 @@ def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim:
         raise RequestError(f"{modality} must be {form}, got {shown}", param=modality)
 
 
+def tiles_of(canvas: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
+    """Return the rows * columns equal parts of a canvas [H, W, 3], line by line."""
+    height, width = len(canvas) // rows, canvas.shape[1] // columns
+    cut = canvas.reshape(rows, height, columns, width, 3).swapaxes(1, 2)
+    return list(cut.reshape(-1, height, width, 3))
+
+
 def frames_of(modality: str, value: Any, modalities: tuple[str, ...]) -> np.ndarray:
     """Return the frames, uint8[N, H, W, 3], of a video, frames.Video or only its frames, or of an image, which is one.
     Raises the errors of `check_pictures`.

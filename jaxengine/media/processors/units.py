@@ -62,7 +62,7 @@ def check_placeholders(modality: str, shown: str | int, found: int, given: int) 
 class UnitProcessor:
     """Base class of a MediaProcessor that cuts images into units.
 
-    A subclass implements `units`, the squares of an image, and `pieces`, its tokens in the prompt.
+    A subclass implements `units`, the squares of an image, and may override `pieces`, its tokens in the prompt.
 
     Args:
       folder: of the checkpoint.
@@ -80,6 +80,8 @@ class UnitProcessor:
     # transformers' defaults of missing settings, and of missing fields of config.json.
     defaults: Mapping[str, Any] = {}
     config_defaults: Mapping[str, Any] = {}
+    # Fields of config.json with the token of images, of which the first counts that it has.
+    token_names: tuple[str, ...] = ("image_token_id",)
     # Copy of the processor with the pixel transform of videos' frames, of families that take videos.
     of_frames: Any = None
     # Where settings are, as read_settings takes them, and whether the checkpoint must have some.
@@ -122,6 +124,11 @@ class UnitProcessor:
         for invalid ones.
         """
 
+    def check_square(self, fields: ConfigFields) -> None:
+        """Raise ModelConfigError unless the setting `size` is the tower's square."""
+        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
+            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+
     def reads_frames(self, folder: Path) -> bool:
         """Read the settings of videos, set `of_frames`, and return True; return False for settings that are invalid, or
         with which a frame is no square of the tower: such videos are not supported.
@@ -142,9 +149,11 @@ class UnitProcessor:
         of_frames.pixels = pixels
         self.of_frames, self.settings = of_frames, f"{self.settings} {pixels!r}"
 
-    @abstractmethod
     def placeholder_id(self) -> int:
-        """Return the id of the token that stands for one image in a prompt."""
+        """Return the id of the token that stands for one image in a prompt; in this class that of `token_names`. Raises
+        ModelConfigError if it is missing or invalid.
+        """
+        return self.token_id(*self.token_names)
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
@@ -162,9 +171,9 @@ class UnitProcessor:
         del height, width, options
         return 0
 
-    @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`) in the prompt, with `image_id` for each of its embeddings."""
+        """Return the tokens of an image (`item`) in the prompt; in this class `image_id` for each of its embeddings."""
+        return [self.image_id] * item.num_rows
 
     def pieces_of(self, modality: str, item: Processed, number: int) -> list[int]:
         """Return the tokens of an image or a video in the prompt. number: that of the item among those of its modality,
@@ -211,6 +220,10 @@ class UnitProcessor:
         if found >= self.vocab_size:
             raise self.config_fields.fail(name, f"a token id below vocab_size {self.vocab_size}")
         return found
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around it. Needs the tokenizer."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def placeholder(self, modality: str) -> str:
         """Return the text of the modality's placeholder token. Needs the tokenizer."""
