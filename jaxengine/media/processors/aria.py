@@ -13,7 +13,7 @@ from PIL import Image
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import check_ratio, learned_places
 from jaxengine.media.processors.llava_next import best_size, on_canvas
-from jaxengine.media.processors.settings import MAX_SIDE, bad_option, check_options, check_pictures
+from jaxengine.media.processors.settings import MAX_SIDE, are_sizes, bad_option, check_options, check_pictures
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -70,9 +70,7 @@ class AriaProcessor(UnitProcessor):
         given = fields.value(_SIZES, None)
         usual = [[rows * _SQUARES[0], columns * _SQUARES[0]] for rows, columns in _ROWS_COLUMNS]
         listed = usual if given is None else given
-        right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_SIZES
-        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
-        if not right or any(type(side) is not int or not 1 <= side <= MAX_SIDE for each in listed for side in each):
+        if not are_sizes(listed, _MAX_SIZES):
             raise fields.fail(_SIZES, f"a list of 1 to {_MAX_SIZES} pairs [height, width] of 1 to {MAX_SIDE} pixels")
         self.sizes = tuple((height, width) for height, width in listed)
         if max(self._num_crops(size, self.most) for size in self.sizes) > _MAX_CROPS:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import WHOLE, switch, token_text
+from jaxengine.media.processors.settings import WHOLE, switch, token_text, token_texts
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import TilesProcessor, tilings
 from jaxengine.models.config.fields import ConfigFields
@@ -64,13 +64,8 @@ class Cohere2VisionProcessor(TilesProcessor):
         ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
-        settings = read_object(folder, "tokenizer_config.json") or {}
-        more = settings.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **settings}
-        names = (("boi_token", _START), ("img_line_break_token", _BREAK), ("eoi_token", _END))
-        path = Path(folder) / "tokenizer_config.json"
-        texts = (token_text(path, named, name, default) for name, default in names)
-        self._start, self._break, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        texts = token_texts(folder, boi_token=_START, img_line_break_token=_BREAK, eoi_token=_END)
+        self._start, self._break, self._end = map(self.ids, texts)
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the limits of tiles, and whether there are any (crop_to_patches).

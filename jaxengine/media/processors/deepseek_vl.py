@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import padded
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, switch, token_text
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, switch, token_texts
 from jaxengine.media.processors.units import UnitProcessor
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.params.files import read_object
 
 
 class DeepseekVLProcessor(UnitProcessor):
@@ -76,13 +75,8 @@ class JanusProcessor(DeepseekVLProcessor):
         tokenizer_config.json. Raises ModelConfigError or ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
-        path = Path(folder) / "tokenizer_config.json"
-        settings = read_object(Path(folder), path.name) or {}
-        more = settings.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **settings}
-        names = (("boi_token", "<begin_of_image>"), ("eoi_token", "<end_of_image>"))
-        texts = (token_text(path, named, *name) for name in names)
-        self._start, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        texts = token_texts(folder, boi_token="<begin_of_image>", eoi_token="<end_of_image>")
+        self._start, self._end = map(self.ids, texts)
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the start, the placeholder once for each embedding, and the end."""

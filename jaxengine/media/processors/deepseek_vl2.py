@@ -15,8 +15,8 @@ from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava_next import best_size
 from jaxengine.media.processors.settings import (
     IMAGES,
-    MAX_SIDE,
     WHOLE,
+    are_sizes,
     check_options,
     check_pictures,
     tiles_of,
@@ -70,10 +70,7 @@ class DeepseekVL2Processor(UnitProcessor):
         """
         fields.require(patch_size=self.patch, downsample_ratio=self.tower.factor)
         listed = fields.value(_SIZES, self.config_fields.value(_SIZES, [[self.side, self.side]]))
-        right = isinstance(listed, list) and 0 < len(listed) <= _MAX_SIZES
-        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
-        right = right and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
-        if not right or any(side % self.side for each in listed for side in each):
+        if not are_sizes(listed, _MAX_SIZES) or any(side % self.side for each in listed for side in each):
             raise fields.fail(_SIZES, f"a list of [width, height], all multiples of the tower's image_size {self.side}")
         self.sizes = [(height, width) for width, height in listed]
         if max(height * width for height, width in self.sizes) > _MAX_TILES * self.side**2:

@@ -109,6 +109,23 @@ class GridProcessor:
         chosen = np.stack([columns[name] for name in tower.columns]).astype(np.int32)
         return Processed(np.ascontiguousarray(patches), chosen, order.astype(np.int32), len(order), grid, seconds)
 
+    def joined_crops(self, crops: Sequence[Processed], tile: Processed, tiles: tuple[int, int]) -> Processed:
+        """Return the item of an image's crops, whose columns "segment", if there are any, become the crops' numbers.
+
+        tiles: (rows, columns) of the crops that are tiles, (0, 0) for none. tile: one of these, or the whole image
+        without tiles. The item's grid is that of all tiles together, or of the whole image.
+        """
+        columns = [crop.columns.copy() for crop in crops]
+        if "segment" in self.tower.columns:
+            for number, each in enumerate(columns):
+                each[self.tower.columns.index("segment")] = number
+        count = sum(crop.num_rows for crop in crops)
+        patches = np.concatenate([crop.patches for crop in crops])
+        (_, height, width), (rows, wide) = tile.grid, tiles if tiles[0] else (1, 1)
+        grid, sizes = (1, rows * height, wide * width), tuple(crop.grid[1:] for crop in crops)
+        order = np.arange(count, dtype=np.int32)
+        return Processed(patches, np.concatenate(columns, axis=1), order, count, grid, crops=sizes)
+
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
         """Return columns of each patch by name, in the order of the tower: its frame, its coordinates within the frame,
         and the frame's size.

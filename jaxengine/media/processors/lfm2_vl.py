@@ -156,7 +156,8 @@ class Lfm2VlProcessor(GridProcessor):
             crops += tiles_of(fine, rows, columns)
         if _has_whole(rows, columns, limits):
             crops.append(self.pixels.resized(value, *whole))
-        return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in crops], (rows, columns))
+        made = [self.cut(self.pixels.normalized(crop[None])) for crop in crops]
+        return self.joined_crops(made, made[0], (rows, columns))
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
         """Cut frames f32[N, H, W, 3] into patches as GridProcessor.cut does, but with the three colours of a pixel
@@ -188,7 +189,7 @@ class Lfm2VlProcessor(GridProcessor):
             self.processed(np.empty((high * wide, 0), np.float32), (1, high, wide))
             for high, wide in self._grids(whole, rows, columns, limits)
         ]
-        return self._joined(made, (rows, columns))
+        return self.joined_crops(made, made[0], (rows, columns))
 
     def _grids(
         self, whole: tuple[int, int], rows: int, columns: int, limits: Mapping[str, int]
@@ -199,26 +200,6 @@ class Lfm2VlProcessor(GridProcessor):
         patch = self.tower.patch_size
         tiles = [(self.tile // patch, self.tile // patch)] * (rows * columns)
         return tiles + [(whole[0] // patch, whole[1] // patch)] * _has_whole(rows, columns, limits)
-
-    def _joined(self, crops: Sequence[Processed], tiles: tuple[int, int]) -> Processed:
-        """Return the item of an image's crops, whose columns "segment" become the crops' numbers.
-
-        tiles: (rows, columns) of tiles, (0, 0) for none. The item's grid is that of all tiles together, or of the whole
-        image without tiles.
-        """
-        columns = [crop.columns.copy() for crop in crops]
-        for number, each in enumerate(columns):
-            each[self.tower.columns.index("segment")] = number
-        count = sum(crop.num_rows for crop in crops)
-        (_, height, width), (rows, wide) = crops[0].grid, tiles if tiles[0] else (1, 1)
-        return Processed(
-            np.concatenate([crop.patches for crop in crops]),
-            np.concatenate(columns, axis=1),
-            np.arange(count, dtype=np.int32),
-            count,
-            (1, rows * height, wide * width),
-            crops=tuple((crop.grid[1], crop.grid[2]) for crop in crops),
-        )
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder replaced by its image's crops, each after its name if there are

@@ -17,7 +17,7 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
-from jaxengine.media.processors.settings import MAX_SIDE, Pixels, tiles_of
+from jaxengine.media.processors.settings import Pixels, are_sizes, tiles_of
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -64,10 +64,7 @@ class LlavaNextProcessor(LlavaProcessor):
         Raises ModelConfigError for other forms, and for sides that are not multiples of the tower's image_size.
         """
         listed = fields.value(_NAME, default)
-        right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_PINPOINTS
-        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
-        right = right and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
-        if not right or any(side % self.side for each in listed for side in each):
+        if not are_sizes(listed, _MAX_PINPOINTS) or any(side % self.side for each in listed for side in each):
             raise fields.fail(_NAME, f"a list of [height, width], all multiples of the tower's image_size {self.side}")
         return listed
 

@@ -175,7 +175,8 @@ class MiniCPMVProcessor(GridProcessor):
         if rows:
             fine = self.pixels.resized(value, rows * height, columns * width)
             made += tiles_of(fine, rows, columns)
-        return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in made], crops.slices)
+        cut = [self.cut(self.pixels.normalized(crop[None])) for crop in made]
+        return self.joined_crops(cut, cut[-1], crops.slices)
 
     def num_patches(self, grid: tuple[int, int, int]) -> int:
         """Return the number of patches that a crop of this grid, (1, height, width) in patches, takes in the tower."""
@@ -199,7 +200,7 @@ class MiniCPMVProcessor(GridProcessor):
             crops = Crops((0, 0), (0, 0), (min(count, 1), count))
             grids = [whole, *[each.get(count, (0, 0))] * count]
         made = [self.processed(np.empty((math.prod(grid), 0), np.float32), (1, *grid)) for grid in grids]
-        return self._joined(made, crops.slices)
+        return self.joined_crops(made, made[-1], crops.slices)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
         """Return the Processed item of one crop's patches, in the order in which the tower joins them: squares within
@@ -217,23 +218,6 @@ class MiniCPMVProcessor(GridProcessor):
         within = row * self.tower.spatial_merge_size + column
         order = (np.arange(0, len(made.patches), self.tower.merge)[:, None] + within).reshape(-1)
         return made._replace(patches=made.patches[order], columns=np.ascontiguousarray(made.columns[:, order]))
-
-    def _joined(self, crops: Sequence[Processed], slices: tuple[int, int]) -> Processed:
-        """Return the item of an image's crops, whose columns "segment", if there are any, become the crops' numbers.
-
-        slices: (rows, columns) of slices, (0, 0) for none. The item's grid is that of all slices together, or of the
-        whole image without slices.
-        """
-        columns = [crop.columns.copy() for crop in crops]
-        if "segment" in self.tower.columns:
-            for number, each in enumerate(columns):
-                each[self.tower.columns.index("segment")] = number
-        count = sum(crop.num_rows for crop in crops)
-        patches = np.concatenate([crop.patches for crop in crops])
-        (_, height, width), (rows, wide) = crops[-1].grid, slices if slices[0] else (1, 1)
-        grid, sizes = (1, rows * height, wide * width), tuple(crop.grid[1:] for crop in crops)
-        order = np.arange(count, dtype=np.int32)
-        return Processed(patches, np.concatenate(columns, axis=1), order, count, grid, crops=sizes)
 
     def crop_grids(self, item: Processed) -> list[tuple[int, int]]:
         """Return (height, width) of each crop of an item, in embeddings. An image that was given as embeddings is one

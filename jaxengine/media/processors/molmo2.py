@@ -16,7 +16,14 @@ import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.settings import VIDEOS, WHOLE, Pixels, check_options, read_settings, token_text
+from jaxengine.media.processors.settings import (
+    VIDEOS,
+    WHOLE,
+    Pixels,
+    check_options,
+    read_settings,
+    token_texts,
+)
 from jaxengine.media.processors.tiles import MAX_TILES
 from jaxengine.media.processors.units import UnitProcessor, check_placeholders, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -211,12 +218,8 @@ class Molmo2Processor(CropsProcessor):
         self.video_pooling, self.max_fps = self._read_videos(Path(folder))
         self.modalities = ("image",) if self.video_pooling is None else ("image", "video")
         self._form = _read_form(Path(folder))
-        path, named = Path(folder) / "tokenizer_config.json", read_object(folder, "tokenizer_config.json") or {}
-        more = named.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **named}
-        self._placeholders = {
-            modality: token_text(path, named, f"{modality}_token", f"<|{modality}|>") for modality in self.modalities
-        }
+        usual = {f"{modality}_token": f"<|{modality}|>" for modality in self.modalities}
+        self._placeholders = dict(zip(self.modalities, token_texts(folder, **usual), strict=True))
         joint = _PATCH, _COLUMN, _START, _LOW_START, _FRAME_START, _END, _FRAME_END, _LOW
         found = {text: self.ids(text) for text in (*joint, *self._placeholders.values())}
         self._tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}

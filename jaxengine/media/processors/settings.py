@@ -68,6 +68,20 @@ def token_text(path: Path, found: Mapping[str, Any], name: str, usual: str) -> s
     return text
 
 
+def token_texts(folder: Path | str, **usual: str) -> list[str]:
+    """Return the texts of tokens that a checkpoint's tokenizer_config.json names, at its top level or else in
+    extra_special_tokens.
+
+    folder: of the checkpoint. usual: by name, in the order of the result, the text of a token that is missing. Raises
+    ModelFileError for a value that is not text.
+    """
+    path = Path(folder) / "tokenizer_config.json"
+    found = read_object(folder, path.name) or {}
+    more = found.get("extra_special_tokens")
+    found = {**(more if isinstance(more, Mapping) else {}), **found}
+    return [token_text(path, found, *each) for each in usual.items()]
+
+
 @dataclass(frozen=True)
 class Pixels:
     """Pixel transform: resizing, and (byte * scale - mean) / std per colour. resample: number of Pillow's filter for
@@ -158,6 +172,14 @@ def tiles_of(canvas: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
     height, width = len(canvas) // rows, canvas.shape[1] // columns
     cut = canvas.reshape(rows, height, columns, width, 3).swapaxes(1, 2)
     return list(cut.reshape(-1, height, width, 3))
+
+
+def are_sizes(listed: Any, most: int) -> bool:
+    """Whether a setting is a list of 1 to `most` pairs of sides, each of 1 to MAX_SIDE pixels."""
+    if not isinstance(listed, (list, tuple)) or not 0 < len(listed) <= most:
+        return False
+    are_pairs = all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
+    return are_pairs and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
 
 
 def frames_of(modality: str, value: Any, modalities: tuple[str, ...]) -> np.ndarray:
