@@ -161,9 +161,9 @@ class AriaProcessor(UnitProcessor):
         return math.ceil(size[0] / side) * math.ceil(size[1] / side)
 
     def _write(self, patches: np.ndarray, places: np.ndarray, crop: np.ndarray) -> None:
-        """Write the patches of a crop, uint8[H, W, 3], line by line of its square, into patches f32[S, F], and their
-        learned positions into places i32[S]. A patch that is partly of the crop has black pixels in the rest; others
-        are left as they are.
+        """Scale a crop, uint8[H, W, 3], to `most` and `least`, and write its patches, line by line of its square, into
+        patches f32[S, F], and their learned positions into places i32[S]. A patch that is partly of the crop has black
+        pixels in the rest; others are left as they are.
         """
         patch, side = self.patch, self.tower.vit.grid
         scale = self.most / max(crop.shape[:2])

@@ -95,7 +95,7 @@ class DeepseekVL2Processor(UnitProcessor):
         return max(self.sizes, key=lambda size: size[0] * size[1])
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3]: in a square, and in tiles.
+        """Preprocess an image, uint8[H, W, 3]: fitted into a square, and into the best of `sizes`, cut into tiles.
 
         options: names of option_names. most: limit of patches; None for no limit. Raises RequestError for other options
         and values, an extreme aspect ratio, and more patches.

@@ -27,6 +27,7 @@ class TokenPositions(Qwen2VLProcessor):
         return f"{before}{GridProcessor.placeholder(self, modality)}{after}"
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Return the prompt of GridProcessor.expand, without M-RoPE positions."""
         return GridProcessor.expand(self, token_ids, items)
 
 

@@ -19,9 +19,9 @@ class GraniteDoclingProcessor(TilesProcessor):
     """Processor of GraniteDoclingForConditionalGeneration.
 
     Attributes:
-      dense_tiles: limit of tiles of pages that would be scaled down too far, or are wide; 0 for no such pages.
-      dense_limits: width of the tiles over the page's below which a page is one, and the aspect ratios (width / height)
-        above and up to which it is; 0 for no limit.
+      dense_tiles: limit of the tiles of a dense page; 0 if no page is dense.
+      dense_limits: (scale, least, most): a page is dense if its tiles' width over its own is below scale, and its
+        aspect ratio (width / height) above least and up to most; 0 for no limit. Without scale and least no page is.
     """
 
     defaults = {**TilesProcessor.defaults, "size": {"height": 512, "width": 512}, "max_patches": 32}

@@ -70,8 +70,8 @@ class H2OVLProcessor(InternVLChatProcessor):
         return found
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Return an image's tiles, and (rows, columns) of those that count, as TilesProcessor does; if it is cut twice,
-        the tiles of the second tiling, those of the first, and the whole image, resized to a square.
+        """Return an image's units as TilesProcessor does; if it is cut twice, the tiles of the second tiling, those of
+        the first, and the whole image, resized to a square, and (number of these units, 1).
 
         picture: uint8[H, W, 3]. options: names of option_names. Raises RequestError for an invalid option.
         """

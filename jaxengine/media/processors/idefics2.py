@@ -144,8 +144,9 @@ class Idefics2Processor(UnitProcessor):
         return found[0]
 
     def _write(self, patches: np.ndarray, places: np.ndarray, part: np.ndarray) -> None:
-        """Write the patches of a unit, uint8[H, W, 3], into patches f32[S, F], and their learned positions into places
-        i32[S]: each at its line and column in the tower's square. Pixels that fill no patch are left out.
+        """Resize a unit, uint8[H, W, 3], to `_fitted`, and write its patches into patches f32[S, F], and their learned
+        positions into places i32[S]: each at its line and column in the tower's square. Pixels that fill no patch are
+        left out.
         """
         patch, side = self.patch, self.side // self.patch
         values = self.normalized(self.pixels.resized(part, *self._fitted(*part.shape[:2])))
@@ -156,7 +157,9 @@ class Idefics2Processor(UnitProcessor):
         places[at] = (learned_places(high, side)[:, None] * side + learned_places(wide, side)).ravel()
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in pixels of a unit after resizing."""
+        """Return (height, width) in pixels of a unit of height x width pixels after resizing: scaled down to a longer
+        side of `longest`, then each side stretched to at least `shortest`.
+        """
         ratio = width / height
         if width >= height and width > self.longest:
             height, width = int(self.longest / ratio), self.longest

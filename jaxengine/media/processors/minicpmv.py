@@ -114,7 +114,7 @@ class MiniCPMVProcessor(GridProcessor):
         return fields.integer("image_token_id", minimum=0)
 
     def defaults_of(self, fields: ConfigFields) -> Mapping[str, Any]:
-        """Return the defaults of settings that `fields` lack."""
+        """Return the defaults of settings: mean and deviation of 0.5. fields: the settings, for subclasses."""
         del fields
         return {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
@@ -126,7 +126,9 @@ class MiniCPMVProcessor(GridProcessor):
             raise fields.fail(_MODE, "that of config.json")
 
     def _read_crops(self, fields: ConfigFields) -> None:
-        """Read and set how images are cut. Raises ModelConfigError for settings that are out of range."""
+        """Read and set how images are cut and enlarged, and `numbers`, whether they are numbered in prompts. Raises
+        ModelConfigError for settings that are out of range.
+        """
         self.resolution = fields.integer("scale_resolution", 448)
         if self.resolution > _MOST_RESOLUTION:
             raise fields.fail("scale_resolution", f"1 to {_MOST_RESOLUTION}")

@@ -43,7 +43,7 @@ class MllamaProcessor(UnitProcessor):
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower: the patches of all tiles, zeros in those that are not
-        used, and the number of its tiling.
+        used, and as their one column the number of its tiling, from 1.
 
         most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
         ratios, and more patches.

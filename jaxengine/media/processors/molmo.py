@@ -96,7 +96,8 @@ class MolmoProcessor(CropsProcessor):
         return (units - np.asarray(self.pixels.mean, np.float32)) / np.asarray(self.pixels.std, np.float32)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3].
+        """Preprocess an image, uint8[H, W, 3]: the patches of its units, with the marks of `_padding` as their one
+        column and the rows of `_order`.
 
         options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
         options, other values, extreme aspect ratios, and more patches.

@@ -54,7 +54,7 @@ class MossTranscribeProcessor(AskedTranscripts, AudioFlamingo3Processor):
         self.settings = f"{self.settings} {self.per_second} {self.every}"
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound: those of silence after it only fill the last one."""
+        """Return the number of embeddings of a sound, one for each tower.merge frames that it begins."""
         return -(-frames_of(sound) // self.tower.merge)
 
     def pieces(self, num_rows: int) -> list[int]:

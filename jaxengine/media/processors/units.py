@@ -354,7 +354,7 @@ class FrameUnits(UnitProcessor):
     modalities: tuple[str, ...] = ("image", "video")
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], or a frames.Video.
+        """Preprocess an image, uint8[H, W, 3], in units, or a frames.Video, each of whose frames is stretched to one.
 
         options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
         options, other values, extreme aspect ratios, and more patches.
