@@ -15,7 +15,6 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import (
     IMAGES,
     VIDEOS,
@@ -24,6 +23,7 @@ from jaxengine.media.processors.settings import (
     check_options,
     frames_of,
     read_settings,
+    shown_at,
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
@@ -113,7 +113,7 @@ class Gemma4Processor(GridProcessor):
         """
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)
-        seconds = () if modality == "image" else _times(value, len(frames))
+        seconds = () if modality == "image" else tuple(shown_at(value, len(frames)).tolist())
         settings = self.sizes[modality]
         height, width = self._resized_size(frames.shape[1], frames.shape[2], self._asked(options, settings.budget))
         self.check_room(modality, len(frames), height, width, most)
@@ -244,11 +244,3 @@ def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
             path, fields = read_settings(folder, IMAGES)
             return path, ConfigFields({name: value for name, value in fields.raw.items() if name != _BUDGET})
     return read_settings(folder, IMAGES)
-
-
-def _times(video: Any, count: int) -> tuple[float, ...]:
-    """Return the seconds at which the `count` frames of a video are shown, at UNKNOWN_FPS frames per second if the
-    video's rate is unknown.
-    """
-    indices = np.asarray(getattr(video, "frames_indices", range(count)))
-    return tuple((indices / (getattr(video, "fps", None) or UNKNOWN_FPS)).tolist())

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import Pixels, are_sizes, tiles_of
@@ -206,16 +205,6 @@ class LlavaFramesProcessor(LlavaNextProcessor):
         or invalid.
         """
         return self.token_id("video_token_index", "video_token_id") if modality == "video" else self.placeholder_id()
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels; for "video" a
-        video of num_frames (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "video":
-            return self.process(
-                modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {}
-            )
-        return super().largest(modality, size, num_frames)
 
     def video_pieces(self, item: Processed) -> list[int]:
         """Return the tokens of a video (`item`): the placeholder once for each embedding."""

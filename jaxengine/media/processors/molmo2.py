@@ -7,6 +7,7 @@ Tokens of images and of frames, those between lines and around them included, at
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.settings import (
     VIDEOS,
     WHOLE,
     Pixels,
     check_options,
+    check_seconds,
     read_settings,
+    shown_at,
     token_texts,
 )
 from jaxengine.media.processors.tiles import MAX_TILES
@@ -32,7 +34,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
 
-_BILINEAR, _MOST_SECONDS = 2, 1e9
+_BILINEAR = 2
 _PATCH, _COLUMN, _START, _END = "<im_patch>", "<im_col>", "<im_start>", "<im_end>"
 _LOW_START, _FRAME_START, _FRAME_END, _LOW = "<low_res_im_start>", "<frame_start>", "<frame_end>", "<im_low>"
 
@@ -188,8 +190,34 @@ class CropsProcessor(UnitProcessor):
     def num_windows(self, tiling: tuple[int, int]) -> int:
         """Return the number of windows of the crops of a tiling, (rows, columns)."""
         sides = (count * self.step + sum(self.margins) for count in tiling)
-        height, width = (-(-side // size) for side, size in zip(sides, self.pooling, strict=True))
-        return height * width
+        return math.prod(-(-side // size) for side, size in zip(sides, self.pooling, strict=True))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
+        """Return an item with the most crops and, in num_rows, the most embeddings of any image, or the image of
+        `size`, (height, width) in pixels; for "video" one of num_frames (LARGEST_FRAMES if None) frames, whatever the
+        size.
+        """
+        made = super().largest(modality, size, num_frames)
+        if modality == "video" or size is not None:
+            return made
+        most = max(map(self.num_windows, tilings_of(self.max_crops)))
+        return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for num_rows
+        embeddings of an image, those of the whole first. Raises RequestError for another number of these.
+        """
+        whole = math.prod(-(-self.tower.vit.grid // size) for size in self.pooling)
+        if grid is None or grid[0] != 1 or whole + grid[1] * grid[2] != num_rows:
+            form = f"[1, rows, columns] of its crops' embeddings, which with {whole} of the whole are {num_rows}"
+            raise RequestError(f"embeddings of an image of this model need a grid {form}; got {grid}", param="image")
+        return grid
+
+    @property
+    def first_tokens(self) -> list[int]:
+        """Token before a prompt with items: the tokenizer's bos token, else its eos token; none if it has neither."""
+        tokens = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return [token for token in tokens if token is not None][:1]
 
 
 class Molmo2Processor(CropsProcessor):
@@ -219,7 +247,7 @@ class Molmo2Processor(CropsProcessor):
         self.modalities = ("image",) if self.video_pooling is None else ("image", "video")
         self._form = _read_form(Path(folder))
         usual = {f"{modality}_token": f"<|{modality}|>" for modality in self.modalities}
-        self._placeholders = dict(zip(self.modalities, token_texts(folder, **usual), strict=True))
+        self._placeholders: dict[str, str] = dict(zip(self.modalities, token_texts(folder, **usual), strict=True))
         joint = _PATCH, _COLUMN, _START, _LOW_START, _FRAME_START, _END, _FRAME_END, _LOW
         found = {text: self.ids(text) for text in (*joint, *self._placeholders.values())}
         self._tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
@@ -287,39 +315,11 @@ class Molmo2Processor(CropsProcessor):
 
     def _times(self, video: Any, count: int) -> tuple[float, ...]:
         """Return the seconds at which the `count` frames of a frames.Video are shown, at max_fps frames per second if
-        it does not say how many. Raises RequestError for times beyond _MOST_SECONDS.
+        it does not say how many. Raises RequestError for times that `check_seconds` refuses.
         """
-        indices = np.asarray(getattr(video, "frames_indices", range(count)))
-        found = (indices / (getattr(video, "fps", None) or self.max_fps)).tolist()
-        if not max(found) <= _MOST_SECONDS:
-            problem = f"a video is of {max(found):.3g} seconds; allowed: {_MOST_SECONDS:.0e}"
-            raise RequestError(problem, param="video", value=max(found))
+        found = shown_at(video, count, self.max_fps).tolist()
+        check_seconds(found)
         return tuple(found)
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return an item with the most crops and, in num_rows, the most embeddings of any image, or the image of
-        `size`, (height, width) in pixels; for "video" a video of num_frames
-        (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "video":
-            return self.process(
-                modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {}
-            )
-        if size is not None:
-            return super().largest(modality, size, num_frames)
-        made = self.process(modality, np.zeros((*self.largest_size(), 3), np.uint8), {})
-        most = max(map(self.num_windows, tilings_of(self.max_crops)))
-        return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for num_rows
-        embeddings of an image, those of the whole first. Raises RequestError for another number of these.
-        """
-        whole = len(_windows(self._patches(1), self.pooling)[0][0])
-        if grid is None or grid[0] != 1 or whole + grid[1] * grid[2] != num_rows:
-            form = f"[1, rows, columns] of its crops' embeddings, which with {whole} of the whole are {num_rows}"
-            raise RequestError(f"embeddings of an image of this model need a grid {form}; got {grid}", param="image")
-        return grid
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): lines of the whole image, then lines of its crops."""
@@ -366,8 +366,8 @@ class Molmo2Processor(CropsProcessor):
             check_placeholders("video", video, text.count(video), 1)
             found = self.ids(text.replace(video, f"{videos[0].seconds[0]:.1f} {video}"))
         if pictures or videos:
-            begin = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-            found = found if begin is None or found[:1] == [begin] else [begin, *found]
+            first = self.first_tokens
+            found = found if found[: len(first)] == first else [*first, *found]
         expanded = super().expand(found, items)
         joint = np.flatnonzero(np.isin(expanded.token_ids, self._joint)).astype(np.int32)
         return expanded._replace(joint=joint if pictures or videos else None)

@@ -19,6 +19,7 @@ from PIL import Image
 from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio, learned_places
 from jaxengine.media.processors.settings import check_options, check_pictures, tiles_of
+from jaxengine.media.processors.text_placeholder import with_one_token
 from jaxengine.media.processors.tiles import LimitedTiles, tilings
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -141,15 +142,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         """
         if not check_numbers(text):
             return list(token_ids)
-        plain = self.tokenizer.encode(text, add_special_tokens=False)
-        before = len(token_ids) - len(plain)
-        if before < 0 or list(token_ids[before:]) != plain:
-            return list(token_ids)
-        found = list(token_ids[:before])
-        for number, piece in enumerate(_NUMBERED.split(text)[::2]):
-            own = self.tokenizer.encode(piece, add_special_tokens=False) if piece else ()
-            found += [*([self.image_id] if number else ()), *own]
-        return found
+        return with_one_token(text, token_ids, _NUMBERED, self.image_id, self.tokenizer)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the expanded prompt of UnitProcessor.expand, after replacing the tokens of each numbered placeholder

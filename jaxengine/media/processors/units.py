@@ -273,8 +273,13 @@ class UnitProcessor:
         return frames
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels."""
-        return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
+        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels; for "video" of
+        one of num_frames (LARGEST_FRAMES if None) frames, whatever the size.
+        """
+        shape = size or self.largest_size()
+        if modality == "video":
+            shape = num_frames or LARGEST_FRAMES, self.side, self.side
+        return self.process(modality, np.zeros((*shape, 3), np.uint8), {})
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its units in one
@@ -364,14 +369,6 @@ class FrameUnits(UnitProcessor):
         frames = self.checked_frames(modality, value, options, most)
         units = [self.of_frames.pixels.resized(frame, self.side, self.side) for frame in frames]
         return self._processed(self.of_frames._cut(units), 1, len(units))
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the image with the most units, or one of `size`, (height, width) in pixels; for "video" a video of
-        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "image":
-            return super().largest(modality, size, num_frames)
-        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
 
 def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
