@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio, learned_places
+from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava_next import best_size, on_canvas
 from jaxengine.media.processors.settings import MAX_SIDE, are_sizes, bad_option, check_options, check_pictures
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
@@ -118,17 +118,12 @@ class AriaProcessor(UnitProcessor):
                 for top in range(0, size[0], side)
                 for left in range(0, size[1], side)
             ]
-        patches = np.zeros((len(crops), unit, self.tower.num_features), np.float32)
-        places = np.full((len(crops), unit), -1, np.int32)
-        for number, crop in enumerate(crops):
-            own._write(patches[number], places[number], crop)
+        across = side // self.patch
+        patches, places = self._placed(map(own._fitted, crops), len(crops), across)
         count, every = self._squares()[side], unit // self.tower.merge
         rows = np.full((len(crops), every), -1, np.int32)
         rows[:, :count] = np.arange(len(crops) * count).reshape(-1, count)
-        grid = 1, side // self.patch, side // self.patch * len(crops)
-        return Processed(
-            patches.reshape(-1, patches.shape[2]), places.reshape(1, -1), rows.ravel(), len(crops) * count, grid
-        )
+        return Processed(patches, places, rows.ravel(), len(crops) * count, (1, across, across * len(crops)))
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its crops in one
@@ -160,21 +155,16 @@ class AriaProcessor(UnitProcessor):
         """Number of squares of `side` pixels that cover a canvas, (height, width) in pixels."""
         return math.ceil(size[0] / side) * math.ceil(size[1] / side)
 
-    def _write(self, patches: np.ndarray, places: np.ndarray, crop: np.ndarray) -> None:
-        """Scale a crop, uint8[H, W, 3], to `most` and `least`, and write its patches, line by line of its square, into
-        patches f32[S, F], and their learned positions into places i32[S]. A patch that is partly of the crop has black
-        pixels in the rest; others are left as they are.
+    def _fitted(self, crop: np.ndarray) -> np.ndarray:
+        """Return a crop, uint8[H, W, 3], scaled to `most` and `least` and normalised, f32[H', W', 3]: whole patches,
+        with black pixels at the right and at the bottom of those that it fills in part.
         """
-        patch, side = self.patch, self.tower.vit.grid
+        patch = self.patch
         scale = self.most / max(crop.shape[:2])
         height, width = (max(int(each * scale), self.least) for each in crop.shape[:2])
         height, width = (height, self.most) if crop.shape[1] >= crop.shape[0] else (self.most, width)
-        across = self.most // patch
-        high, wide = (min(-(-each // patch), across) for each in (height, width))
+        high, wide = (min(-(-each // patch), self.most // patch) for each in (height, width))
         canvas = np.zeros((high * patch, wide * patch, 3), np.uint8)
         fitted = self.pixels.resized(crop, height, width)[: high * patch, : wide * patch]
         canvas[: len(fitted), : fitted.shape[1]] = fitted
-        cut = self.normalized(canvas).reshape(high, patch, wide, patch, 3).transpose(0, 2, 4, 1, 3)
-        at = (np.arange(high)[:, None] * across + np.arange(wide)).ravel()
-        patches[at] = cut.reshape(high * wide, -1)
-        places[at] = (learned_places(high, side)[:, None] * side + learned_places(wide, side)).ravel()
+        return self.normalized(canvas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.grids import check_ratio, learned_places
 from jaxengine.media.processors.settings import (
     IMAGES,
     MAX_SIDE,
@@ -351,6 +351,22 @@ class UnitProcessor:
         count, side = len(values), values.shape[1] // patch
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
         return np.ascontiguousarray(cut.transpose(0, 1, 3, 5, 2, 4)).reshape(count * side * side, -1)
+
+    def _placed(self, units: Iterable[np.ndarray], count: int, across: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the patches, f32[P, F], and learned positions, i32[1, P], of `count` units of any shape, f32[H, W, 3],
+        each in the upper left corner of a square of `across` patches a side, line by line. Where a unit has no patch
+        there are zeros, and -1. Pixels at the right and at the bottom that fill no patch are left out.
+        """
+        patch, side = self.patch, self.tower.vit.grid
+        patches = np.zeros((count, self.tower.unit, self.tower.num_features), np.float32)
+        places = np.full((count, self.tower.unit), -1, np.int32)
+        for number, unit in enumerate(units):
+            high, wide = unit.shape[0] // patch, unit.shape[1] // patch
+            cut = unit[: high * patch, : wide * patch].reshape(high, patch, wide, patch, 3).transpose(0, 2, 4, 1, 3)
+            at = (np.arange(high)[:, None] * across + np.arange(wide)).ravel()
+            patches[number, at] = cut.reshape(high * wide, -1)
+            places[number, at] = (learned_places(high, side)[:, None] * side + learned_places(wide, side)).ravel()
+        return patches.reshape(-1, patches.shape[2]), places.reshape(1, -1)
 
 
 class FrameUnits(UnitProcessor):
