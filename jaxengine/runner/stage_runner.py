@@ -322,7 +322,8 @@ class StageRunner:
             self.compile_epilogue(name, size)
         for each in self.extensions.values():
             each.before_epilogue(name, self._state, forwarded)
-        values = {"params": self.params, **self._state._asdict(), **forwarded.fields()}
+        results = {"rows": forwarded.rows, "logits": forwarded.logits, **forwarded.sections}
+        values = {"params": self.params, **self._state._asdict(), **results}
         *changed, output = self._epilogues[name, size](*[values[argument] for argument in epilogue.arguments])
         self._state = self._state._replace(**dict(zip(epilogue.changes, changed, strict=True)))
         if "tokens" in epilogue.changes:
