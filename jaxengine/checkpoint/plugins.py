@@ -119,7 +119,7 @@ def _import_file(path: Path) -> None:
 
 def _why(error: BaseException) -> str:
     """Return the kind and text of an error, with the file and line where it was raised outside of importlib and this
-    module.
+    module, or of a SyntaxError those that it names.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]

@@ -119,9 +119,9 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
 
 
 def _with_labels(fields: ConfigFields, architecture: str) -> ConfigFields:
-    """Return the fields of a config.json with the labels that it does not name itself: those of LABELS, as many as
-    Qwen3's forced aligner has times (`classify_num`), and those that only its `llm_config` names, whose type of pooling
-    counts likewise (Llama Nemotron VL). Raises ModelConfigError for a wrong number of times.
+    """Return the fields of a config.json with what it lacks: its llm_config's pooling and labels (Llama Nemotron VL),
+    and then the labels of `architecture` in LABELS. For Qwen3's forced aligner num_labels is its number of times,
+    thinker_config's classify_num, for which ModelConfigError is raised if it is wrong.
     """
     inner = fields.mapping("llm_config") or {}
     own = {name: inner[name] for name in ("pooling", "num_labels", "id2label") if name in inner}
@@ -147,7 +147,7 @@ def _embedder(
 
     fields: content of its config.json. task: EMBED or TOKEN_EMBED. sentence: content of sentence-transformers' files,
     None without them. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler
-    does not support, ModelConfigError or ModelFileError for invalid files.
+    or a projection does not support, and for adapters at a URL; ModelConfigError or ModelFileError for invalid files.
     """
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
@@ -336,8 +336,8 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
 
 def _read_activation(fields: ConfigFields, num_labels: int) -> str:
-    """Return the activation of the scores: the one of the checkpoint's training, else vLLM's choice, sigmoid for one
-    label and softmax for several.
+    """Return the activation of the scores: the one that sentence-transformers' fields name, else that of problem_type
+    (identity for regression, sigmoid for several labels at once), else sigmoid for one label and softmax for several.
 
     fields: content of config.json. Raises ModelConfigError for an unknown activation or problem_type.
     """

@@ -65,8 +65,9 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
         return None
     pooling = normalize = splade = None
     dense: list[Dense] = []
-    by_tokens = not any(kind.endswith("Pooling") for kind, _ in modules) and _is_of_pylate(folder)
-    for kind, path in modules:
+    pools = any(kind.endswith("Pooling") for kind, _, _ in modules)
+    by_tokens = not pools and any(is_of_pylate for _, _, is_of_pylate in modules)
+    for kind, path, _ in modules:
         if kind == "SpladePooling" and pooling is None:
             pooling, splade = (CLS, True), _read_splade(folder, path)
         elif kind == "Pooling":
@@ -105,7 +106,9 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
 
 
 def _has_processor(folder: Path) -> bool:
-    """Whether transformers opens a processor for a folder, and not only its tokenizer."""
+    """Whether transformers opens a processor for a folder, and not only its tokenizer: tokenizer_config.json has
+    processor_class, or there is a file of PROCESSORS. Raises ModelFileError for an invalid file.
+    """
     named = read_object(folder, TOKENIZER) or {}
     return "processor_class" in named or any((folder / name).is_file() for name in PROCESSORS)
 
@@ -123,7 +126,7 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
     modules = _read_modules(folder)
     if modules is None or about.get("model_type") != _CROSS_ENCODER:
         return None
-    kinds = [kind for kind, _ in modules]
+    kinds = [kind for kind, _, _ in modules]
     if kinds not in (["Transformer"], ["Transformer", "LogitScore"]):
         text = f"the modules of a {_CROSS_ENCODER} must be Transformer, or Transformer and LogitScore, got"
         raise ModelFileError(folder / MODULES, f"{text} {', '.join(kinds)[:200]}")
@@ -156,8 +159,9 @@ def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
     return {"classifier_from_token": [no, yes], "method": "from_2_way_softmax"}
 
 
-def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Return (class name, path) of each module in modules.json, in order; None without the file.
+def _read_modules(folder: Path) -> list[tuple[str, str, bool]] | None:
+    """Return (class name, path, whether it is of PyLate, which embeds tokens) of each module in modules.json, in order;
+    None without the file.
 
     Raises ModelFileError for an invalid file, or other than 1 to 100 modules.
     """
@@ -172,18 +176,8 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
         kind, path = (module.get("type"), module.get("path", "")) if isinstance(module, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(path, str):
             raise ModelFileError(folder / MODULES, "each module must have a type and a path")
-        found.append((kind.rpartition(".")[2][:100], path))
+        found.append((kind.rpartition(".")[2][:100], path, kind.startswith("pylate.")))
     return found
-
-
-def _is_of_pylate(folder: Path) -> bool:
-    """Whether modules.json in a folder, which has the file, names a module of PyLate, which embeds tokens (ColBERT).
-
-    Raises ModelFileError for an invalid file.
-    """
-    source = read_text(folder, MODULES, MAX_JSON_BYTES)
-    listed = parse_object(folder / MODULES, f'{{"modules": {source}}}')["modules"]
-    return any(str(each.get("type")).startswith("pylate.") for each in listed)
 
 
 def _read_splade(folder: Path, path: str) -> Splade:

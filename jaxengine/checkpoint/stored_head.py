@@ -73,8 +73,8 @@ def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: Weight
 
 
 def with_plain_modules(model: ModelConfig, weights: WeightSource | Path | None) -> ModelConfig:
-    """Return the config with a `quantization` that takes modules as they are of which the checkpoint has plain numbers
-    alone: matrices, and the experts of a layer in stacks. It has their names as `unlisted`.
+    """Return the config with a `quantization` whose `unlisted`, modules that are not quantised, are those that it takes
+    for quantised but the checkpoint stores as plain numbers: matrices, and stacks of a layer's experts.
 
     weights: a checkpoint, or a folder in device layout. Nothing changes for such a folder, for dummy weights (None),
     and for a model whose checkpoint is not quantised. Raises ModelFileError for files that cannot be read.
@@ -88,7 +88,9 @@ def with_plain_modules(model: ModelConfig, weights: WeightSource | Path | None) 
 
 
 def _plain_stacks(names: Iterable[str], rows: ExpertRows | None) -> list[str]:
-    """Return the modules of experts that are stored in stacks of plain numbers. names: renamed names of all tensors."""
+    """Return the modules of experts in stacks with no other tensors than weights and biases. names: renamed names of
+    all tensors. rows: the family's further names of stacks; None for none.
+    """
     rows = rows or ExpertRows((), ())
     ends = tuple(f".experts.mlp.{matrix}" for matrix in (*rows.rows, *rows.turned))
     rests: dict[str, set[str]] = {}

@@ -120,8 +120,8 @@ class MediaLoader:
             del self._num_waiting[owner]
 
     def _submit(self, parts: Sequence[MediaPart]) -> list[Future[Any]]:
-        """Queue the parts of one prompt, which share its budgets, on the threads; return a future of each loaded
-        item.
+        """Queue the parts of one prompt, which share its budgets, on the threads: those at web addresses on the ones
+        that fetch, others on the ones that decode. Return a future of each loaded item.
         """
         budget = PixelBudget(self._options.max_media_pixels), SecondsBudget(self._options.max_audio_seconds)
         return [
@@ -187,7 +187,7 @@ def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list
 
 
 def _is_images(value: Any) -> bool:
-    """Whether the value is a list of images."""
+    """Whether the value is a list or tuple, and so of images, rather than one image."""
     return isinstance(value, (list, tuple))
 
 

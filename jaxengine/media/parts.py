@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, VIDEO, MediaOptions
@@ -195,14 +196,16 @@ def _reader_of(part: Any) -> Callable[[Mapping[str, Any], str, str], _Read] | No
     return _READERS.get(kind) if isinstance(kind, str) else None
 
 
-def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Return (modality, key, source) of an image given by its address, "image_url".
+def _by_address(part: Mapping[str, Any], where: str, param: str, *, modality: str) -> _Read:
+    """Return (modality, key, source) of an item given by its address: "image_url", "video_url" or "audio_url".
 
     where: path of the part, param: field of the request, both for errors. Raises RequestError for another form or an
     invalid detail.
     """
-    _check_detail(part, where, param)
-    return IMAGE, "image_url", _address(part, "image_url", where, param)
+    key = f"{modality}_url"
+    if modality == IMAGE:
+        _check_detail(part, where, param)
+    return modality, key, _address(part, key, where, param)
 
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
@@ -214,16 +217,7 @@ def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
     if part.get("file_id") is not None:
         text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"
         raise RequestError(text, param=param)
-    return _image_url(part, where, param)
-
-
-def _video_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Return (modality, key, source) of a video given by its address, "video_url".
-
-    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form or an
-    invalid detail.
-    """
-    return VIDEO, "video_url", _address(part, "video_url", where, param)
+    return _by_address(part, where, param, modality=IMAGE)
 
 
 def _image(part: Mapping[str, Any], where: str, param: str) -> _Read:
@@ -234,15 +228,19 @@ def _image(part: Mapping[str, Any], where: str, param: str) -> _Read:
     """
     if part.get("source") is not None:
         return IMAGE, "source", _anthropic(part["source"], f"{where}.source", param)
-    return IMAGE, *_object(part, ("image", "url"), where, param)
+    return _by_value(part, where, param, modality=IMAGE, keys=("image", "url"))
 
 
-def _image_pil(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Return (modality, key, source) of an image given as an object, "image_pil".
+def _by_value(part: Mapping[str, Any], where: str, param: str, *, modality: str, keys: Sequence[str]) -> _Read:
+    """Return (modality, key, source) of an item given by the one key of `keys` that the part has.
 
-    where: path of the part, param: field of the request, both for errors. Raises RequestError if it is missing.
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for none or several keys.
     """
-    return IMAGE, *_object(part, ("image_pil",), where, param)
+    given = [key for key in keys if part.get(key) is not None]
+    if len(given) != 1:
+        text = f"{where} of type {show_value(part['type'])} must have {' or '.join(keys)}"
+        raise RequestError(text, param=param)
+    return modality, given[0], part[given[0]]
 
 
 def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
@@ -254,23 +252,6 @@ def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
     if value is None:
         raise RequestError(f"{where} of type '{EMBEDS}' must have {EMBEDS}", param=param)
     return IMAGE, EMBEDS, given_embeds(value) or GivenEmbeds(value)
-
-
-def _video(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Return (modality, key, source) of a video given by "video" or "url".
-
-    where: path of the part, param: field of the request, both for errors. Raises RequestError for none or both.
-    """
-    return VIDEO, *_object(part, ("video", "url"), where, param)
-
-
-def _audio_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Return (modality, key, source) of a sound given by its address, "audio_url".
-
-    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form or an
-    invalid detail.
-    """
-    return AUDIO, "audio_url", _address(part, "audio_url", where, param)
 
 
 def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
@@ -290,25 +271,17 @@ def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
     return AUDIO, "input_audio", f"data:;base64,{data}"
 
 
-def _audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Return (modality, key, source) of a sound given by "audio" or "url".
-
-    where: path of the part, param: field of the request, both for errors. Raises RequestError for none or both.
-    """
-    return AUDIO, *_object(part, ("audio", "url"), where, param)
-
-
-_READERS = {
-    "image_url": _image_url,
+_READERS: dict[str, Callable[[Mapping[str, Any], str, str], _Read]] = {
+    "image_url": partial(_by_address, modality=IMAGE),
     "input_image": _input_image,
     "image": _image,
-    "image_pil": _image_pil,
+    "image_pil": partial(_by_value, modality=IMAGE, keys=("image_pil",)),
     "image_embeds": _image_embeds,
-    "video_url": _video_url,
-    "video": _video,
-    "audio_url": _audio_url,
+    "video_url": partial(_by_address, modality=VIDEO),
+    "video": partial(_by_value, modality=VIDEO, keys=("video", "url")),
+    "audio_url": partial(_by_address, modality=AUDIO),
     "input_audio": _input_audio,
-    "audio": _audio,
+    "audio": partial(_by_value, modality=AUDIO, keys=("audio", "url")),
 }
 
 
@@ -351,16 +324,3 @@ def _anthropic(source: Any, where: str, param: str) -> str:
     shown = show_value(kind) if isinstance(source, Mapping) else show_value(source)
     text = f'{where} is of type {shown}; allowed: {{"type": "base64", "data": ...}} and {{"type": "url", "url": ...}}'
     raise RequestError(text, param=param)
-
-
-def _object(part: Mapping[str, Any], keys: Sequence[str], where: str, param: str) -> tuple[str, Any]:
-    """Return the one key of `keys` that a part has, with its value. where: path of the part for errors. param: field of
-    the request.
-
-    Raises RequestError if it has none or several.
-    """
-    given = [key for key in keys if part.get(key) is not None]
-    if len(given) != 1:
-        text = f"{where} of type {show_value(part['type'])} must have {' or '.join(keys)}"
-        raise RequestError(text, param=param)
-    return given[0], part[given[0]]

@@ -27,7 +27,7 @@ class SharedTotal:
     """
 
     def __init__(self, folder: Path):
-        """folder: where the file is, or is made when the lock is first taken."""
+        """Store the path of the file in `folder`; it is made when the lock is first taken."""
         self._path = folder / NAME
         self.value: int | None = None
         self._file: int | None = None

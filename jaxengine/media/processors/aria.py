@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio, learned_places
+from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava_next import best_size, on_canvas
-from jaxengine.media.processors.settings import MAX_SIDE, bad_option, check_options, check_pictures
+from jaxengine.media.processors.settings import MAX_SIDE, are_sizes, bad_option, check_options, check_pictures
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -51,6 +51,7 @@ class AriaProcessor(UnitProcessor):
         _LEAST: 336,
     }
     config_defaults = {"image_token_index": 9}
+    token_names = ("image_token_id", "image_token_index")
     most: int
     least: int
     splits: bool
@@ -69,9 +70,7 @@ class AriaProcessor(UnitProcessor):
         given = fields.value(_SIZES, None)
         usual = [[rows * _SQUARES[0], columns * _SQUARES[0]] for rows, columns in _ROWS_COLUMNS]
         listed = usual if given is None else given
-        right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_SIZES
-        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
-        if not right or any(type(side) is not int or not 1 <= side <= MAX_SIDE for each in listed for side in each):
+        if not are_sizes(listed, _MAX_SIZES):
             raise fields.fail(_SIZES, f"a list of 1 to {_MAX_SIZES} pairs [height, width] of 1 to {MAX_SIDE} pixels")
         self.sizes = tuple((height, width) for height, width in listed)
         if max(self._num_crops(size, self.most) for size in self.sizes) > _MAX_CROPS:
@@ -92,10 +91,6 @@ class AriaProcessor(UnitProcessor):
         found.least = integer_option(options, _LEAST, min(self.least, found.most), found.most)
         found.splits = boolean_option(options, _SPLIT, self.splits)
         return found
-
-    def placeholder_id(self) -> int:
-        """Return image_token_id, or image_token_index, of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id", "image_token_index")  # the latter has a default
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image with the most crops."""
@@ -123,21 +118,12 @@ class AriaProcessor(UnitProcessor):
                 for top in range(0, size[0], side)
                 for left in range(0, size[1], side)
             ]
-        patches = np.zeros((len(crops), unit, self.tower.num_features), np.float32)
-        places = np.full((len(crops), unit), -1, np.int32)
-        for number, crop in enumerate(crops):
-            own._write(patches[number], places[number], crop)
+        across = side // self.patch
+        patches, places = self._placed(map(own._fitted, crops), len(crops), across)
         count, every = self._squares()[side], unit // self.tower.merge
         rows = np.full((len(crops), every), -1, np.int32)
         rows[:, :count] = np.arange(len(crops) * count).reshape(-1, count)
-        grid = 1, side // self.patch, side // self.patch * len(crops)
-        return Processed(
-            patches.reshape(-1, patches.shape[2]), places.reshape(1, -1), rows.ravel(), len(crops) * count, grid
-        )
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
+        return Processed(patches, places, rows.ravel(), len(crops) * count, (1, across, across * len(crops)))
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its crops in one
@@ -169,21 +155,16 @@ class AriaProcessor(UnitProcessor):
         """Number of squares of `side` pixels that cover a canvas, (height, width) in pixels."""
         return math.ceil(size[0] / side) * math.ceil(size[1] / side)
 
-    def _write(self, patches: np.ndarray, places: np.ndarray, crop: np.ndarray) -> None:
-        """Write the patches of a crop, uint8[H, W, 3], line by line of its square, into patches f32[S, F], and their
-        learned positions into places i32[S]. A patch that is partly of the crop has black pixels in the rest; others
-        are left as they are.
+    def _fitted(self, crop: np.ndarray) -> np.ndarray:
+        """Return a crop, uint8[H, W, 3], scaled to `most` and `least` and normalised, f32[H', W', 3]: whole patches,
+        with black pixels at the right and at the bottom of those that it fills in part.
         """
-        patch, side = self.patch, self.tower.vit.grid
+        patch = self.patch
         scale = self.most / max(crop.shape[:2])
         height, width = (max(int(each * scale), self.least) for each in crop.shape[:2])
         height, width = (height, self.most) if crop.shape[1] >= crop.shape[0] else (self.most, width)
-        across = self.most // patch
-        high, wide = (min(-(-each // patch), across) for each in (height, width))
+        high, wide = (min(-(-each // patch), self.most // patch) for each in (height, width))
         canvas = np.zeros((high * patch, wide * patch, 3), np.uint8)
         fitted = self.pixels.resized(crop, height, width)[: high * patch, : wide * patch]
         canvas[: len(fitted), : fitted.shape[1]] = fitted
-        cut = self.normalized(canvas).reshape(high, patch, wide, patch, 3).transpose(0, 2, 4, 1, 3)
-        at = (np.arange(high)[:, None] * across + np.arange(wide)).ravel()
-        patches[at] = cut.reshape(high * wide, -1)
-        places[at] = (learned_places(high, side)[:, None] * side + learned_places(wide, side)).ravel()
+        return self.normalized(canvas)

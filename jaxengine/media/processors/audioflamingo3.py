@@ -13,12 +13,11 @@ import numpy as np
 from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.log_mel import HOP, log_mel
 from jaxengine.media.processors.settings import WHOLE
-from jaxengine.media.processors.sounds import SoundProcessor, check_length, cut, frames_of
+from jaxengine.media.processors.sounds import AskedTranscripts, SoundProcessor, check_length, frames_of
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
-from jaxengine.scheduler.base.media import AUDIO
 
 # Limit of the seconds in the settings of a processor.
 MOST_SECONDS = 24 * 3600
@@ -73,16 +72,6 @@ class AudioFlamingo3Processor(SoundProcessor):
         # Whole rows of the positions that the second convolution, of stride 2, makes of the frames.
         return ((frames_of(sound) + 1) // 2) // (self.tower.merge // 2)
 
-    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (columns, rows) of a sound with num_frames frames: the tower's columns, 0 within the sound and -1
-        after it, i32[C, num_frames], and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after
-        them.
-        """
-        frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
-        column = np.where(frames < frames_of(sound), 0, -1).astype(np.int32)
-        columns = np.broadcast_to(column, (len(self.tower.columns), num_frames))
-        return np.ascontiguousarray(columns), cut(rows, self.num_rows(sound))
-
 
 class MusicFlamingoProcessor(AudioFlamingo3Processor):
     """Processor of MusicFlamingoForConditionalGeneration, which puts tokens before and after the embeddings of a
@@ -113,20 +102,12 @@ class MusicFlamingoProcessor(AudioFlamingo3Processor):
         return columns, rows
 
 
-class GlmAsrProcessor(AudioFlamingo3Processor):
-    """Processor of GlmAsrForConditionalGeneration, which transcribes when it is asked to.
-
-    Attributes:
-      languages: empty: the request for a transcript names no language.
-      text_mark: None: answers are only text.
-      request: text of a request for a transcript without another.
-    """
+class GlmAsrProcessor(AskedTranscripts, AudioFlamingo3Processor):
+    """Processor of GlmAsrForConditionalGeneration."""
 
     longest: ClassVar[int] = 655
     usual_token: ClassVar[int] = 59260
     around = ("<|begin_of_audio|>", "<|end_of_audio|>")
-    languages: Mapping[str, str] = {}
-    text_mark: str | None = None
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings. Raises what AudioFlamingo3Processor does."""
@@ -136,11 +117,3 @@ class GlmAsrProcessor(AudioFlamingo3Processor):
             self.request = whole.text("default_transcription_prompt", "Please transcribe this audio into text")
         except ModelConfigError as error:
             raise ModelFileError(Path(folder) / WHOLE, str(error)) from None
-
-    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that request a transcript of a sound; `language` is ignored.
-
-        context: the request's text; "" for the checkpoint's own.
-        """
-        del language  # there is none
-        return [{"role": "user", "content": [{"type": AUDIO}, {"type": "text", "text": context or self.request}]}]

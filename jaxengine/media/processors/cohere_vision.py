@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import WHOLE, switch, token_text
+from jaxengine.media.processors.settings import WHOLE, switch, token_text, token_texts
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import TilesProcessor, tilings
 from jaxengine.models.config.fields import ConfigFields
@@ -31,6 +31,8 @@ class AyaVisionProcessor(TextPlaceholderProcessor):
     stands for an image; it need not be a token.
     """
 
+    token_names = ("image_token_index", "image_token_id")
+
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and the texts around tiles. Raises ModelConfigError or ModelFileError for
         missing or invalid settings.
@@ -39,13 +41,6 @@ class AyaVisionProcessor(TextPlaceholderProcessor):
         path, named = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self._texts = {name: token_text(path, named, name, usual) for name, usual in _AYA.items()}
         self.place_text(path, "image_token", self._texts["image_token"])
-
-    def placeholder_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id, the token at whose positions embeddings go.
-
-        Raises ModelConfigError if it is missing or invalid.
-        """
-        return self.token_id("image_token_index", "image_token_id")
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the start text, each tile's and then the whole image's name and
@@ -69,13 +64,8 @@ class Cohere2VisionProcessor(TilesProcessor):
         ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
-        settings = read_object(folder, "tokenizer_config.json") or {}
-        more = settings.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **settings}
-        names = (("boi_token", _START), ("img_line_break_token", _BREAK), ("eoi_token", _END))
-        path = Path(folder) / "tokenizer_config.json"
-        texts = (token_text(path, named, name, default) for name, default in names)
-        self._start, self._break, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        texts = token_texts(folder, boi_token=_START, img_line_break_token=_BREAK, eoi_token=_END)
+        self._start, self._break, self._end = map(self.ids, texts)
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the limits of tiles, and whether there are any (crop_to_patches).
@@ -90,10 +80,6 @@ class Cohere2VisionProcessor(TilesProcessor):
             raise fields.fail(
                 "patch_size", f"the side of the square of {rows} embeddings that the tower makes of a tile"
             )
-
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
-        return self.token_id("image_token_id")
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         """Return the (rows, columns) of at most `most` tiles that enlarges the image least; where all shrink it, the

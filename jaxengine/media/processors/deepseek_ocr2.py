@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.settings import IMAGES, WHOLE, check_options, check_pictures, switch
+from jaxengine.media.processors.settings import IMAGES, WHOLE, check_options, check_pictures, switch, tiles_of
 from jaxengine.media.processors.tiles import TilesProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -73,10 +73,6 @@ class DeepseekOcr2Processor(TilesProcessor):
         """Return the side in pixels of the whole image's square: the tower's, or a tile's if images are not cut."""
         return self.side if crops else self.tile_side
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
-        return self.token_id("image_token_id")
-
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image that gets the most tiles; the height is larger than a tile's
         side, so that it is cut.
@@ -102,12 +98,8 @@ class DeepseekOcr2Processor(TilesProcessor):
         side, units = self.tile_side, []
         if is_cut:
             whole = self.pixels.resized(value, rows * side, columns * side)
-            units += list(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+            units += tiles_of(whole, rows, columns)
         return self._joined([*units, self._framed(value, self.whole_side(crops))], (rows, columns))
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return (1, 1, num_rows): the grid counts for nothing.

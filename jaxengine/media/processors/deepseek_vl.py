@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import padded
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, switch, token_text
-from jaxengine.media.processors.units import UnitProcessor, read_size
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, switch, token_texts
+from jaxengine.media.processors.units import UnitProcessor
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.params.files import read_object
 
 
 class DeepseekVLProcessor(UnitProcessor):
@@ -42,8 +41,7 @@ class DeepseekVLProcessor(UnitProcessor):
         """
         if not switch(fields, "do_pad"):
             raise fields.fail("do_pad", "true or absent")
-        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
-            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.check_square(fields)
         self.least = fields.integer("min_size")
         if self.least > self.side:
             raise fields.fail("min_size", f"at most the tower's image_size, {self.side}")
@@ -51,10 +49,6 @@ class DeepseekVLProcessor(UnitProcessor):
         if not all(0 <= one <= 1 for one in mean):
             raise fields.fail("image_mean", "numbers from 0 to 1, the colour around images")
         self.colour = [int(one * 255) for one in mean]
-
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
         return self.side, self.side
@@ -69,10 +63,6 @@ class DeepseekVLProcessor(UnitProcessor):
         height, width = (max(round(length * scale), self.least) for length in (height, width))
         return [padded(self.pixels.resized(picture, height, width), self.colour)], (1, 1)
 
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
-
 
 class JanusProcessor(DeepseekVLProcessor):
     """Processor of JanusForConditionalGeneration: an image's placeholders stand between two tokens."""
@@ -85,13 +75,8 @@ class JanusProcessor(DeepseekVLProcessor):
         tokenizer_config.json. Raises ModelConfigError or ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
-        path = Path(folder) / "tokenizer_config.json"
-        settings = read_object(Path(folder), path.name) or {}
-        more = settings.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **settings}
-        names = (("boi_token", "<begin_of_image>"), ("eoi_token", "<end_of_image>"))
-        texts = (token_text(path, named, *name) for name in names)
-        self._start, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        texts = token_texts(folder, boi_token="<begin_of_image>", eoi_token="<end_of_image>")
+        self._start, self._end = map(self.ids, texts)
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the start, the placeholder once for each embedding, and the end."""

@@ -13,7 +13,15 @@ import numpy as np
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava_next import best_size
-from jaxengine.media.processors.settings import IMAGES, MAX_SIDE, WHOLE, check_options, check_pictures, token_text
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    WHOLE,
+    are_sizes,
+    check_options,
+    check_pictures,
+    tiles_of,
+    token_text,
+)
 from jaxengine.media.processors.units import UnitProcessor, boolean_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.files import read_object
@@ -62,10 +70,7 @@ class DeepseekVL2Processor(UnitProcessor):
         """
         fields.require(patch_size=self.patch, downsample_ratio=self.tower.factor)
         listed = fields.value(_SIZES, self.config_fields.value(_SIZES, [[self.side, self.side]]))
-        right = isinstance(listed, list) and 0 < len(listed) <= _MAX_SIZES
-        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
-        right = right and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
-        if not right or any(side % self.side for each in listed for side in each):
+        if not are_sizes(listed, _MAX_SIZES) or any(side % self.side for each in listed for side in each):
             raise fields.fail(_SIZES, f"a list of [width, height], all multiples of the tower's image_size {self.side}")
         self.sizes = [(height, width) for width, height in listed]
         if max(height * width for height, width in self.sizes) > _MAX_TILES * self.side**2:
@@ -90,7 +95,7 @@ class DeepseekVL2Processor(UnitProcessor):
         return max(self.sizes, key=lambda size: size[0] * size[1])
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3]: in a square, and in tiles.
+        """Preprocess an image, uint8[H, W, 3]: fitted into a square, and into the best of `sizes`, cut into tiles.
 
         options: names of option_names. most: limit of patches; None for no limit. Raises RequestError for other options
         and values, an extreme aspect ratio, and more patches.
@@ -105,7 +110,7 @@ class DeepseekVL2Processor(UnitProcessor):
         rows, columns = tall // side, wide // side
         check_room(modality, (1 + rows * columns) * tower.unit, most)
         canvas = self._fitted(value, tall, wide)
-        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = tiles_of(canvas, rows, columns)
         units = [self._fitted(value, side, side), *tiles]
         patches = np.zeros((len(units), tower.unit, tower.num_features), np.float32)
         patches[:, : tower.vit.num_patches] = self._cut(units).reshape(len(units), -1, tower.num_features)
@@ -145,10 +150,6 @@ class DeepseekVL2Processor(UnitProcessor):
             if column == columns - 1:
                 out[1 + number, lines**2 : -1] = firsts + width - 1
         return out, whole.size + 1 + rows * lines * width
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if a grid is given, and for a

@@ -24,9 +24,10 @@ class TokenPositions(Qwen2VLProcessor):
 
     def placeholder(self, modality: str) -> str:
         before, after = self.around_texts
-        return f"{before}{self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0]}{after}"
+        return f"{before}{GridProcessor.placeholder(self, modality)}{after}"
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Return the prompt of GridProcessor.expand, without M-RoPE positions."""
         return GridProcessor.expand(self, token_ids, items)
 
 

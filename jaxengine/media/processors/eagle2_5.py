@@ -51,8 +51,8 @@ class EagleTiles(TextPlaceholderProcessor):
         return self.token_id(*names) if has_id else context_id(self.tokenizer)
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the (rows, columns) of tiles that suit an image of height x width pixels best. least, most: limits of
-        the number of tiles.
+        """Return the (rows, columns) of tiles that `largest_share` chooses for an image of height x width pixels.
+        least, most: limits of the number of tiles.
         """
         return largest_share(height, width, self.side, tilings(least, most, self.most_lines))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import bad_option
-from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields
 
 _STANDARD, _BILINEAR = (0.5, 0.5, 0.5), 2
@@ -48,8 +48,7 @@ class Gemma3Processor(UnitProcessor):
 
         Raises ModelConfigError for a size other than the tower's, and more than _MAX_CROPS crops.
         """
-        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
-            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.check_square(fields)
         self.scans = fields.boolean("do_pan_and_scan", False)
         self.crops, self.crop_size = fields.integer(_CROPS, 4), fields.integer(_CROP_SIZE, 256)
         self.ratio = fields.number(_RATIO, 1.2)
@@ -97,14 +96,14 @@ class Gemma3Processor(UnitProcessor):
         """
         rows = self.tower.unit // self.tower.merge
         end = self.token_id("eoi_token_index", "eoi_token_id")
-        blank = self._ids("\n\n")
+        blank = self.ids("\n\n")
         whole = [*blank, self.placeholder_id(), *[self.image_id] * rows, end, *blank]
         num_parts = item.num_rows // rows - 1
         if not num_parts:
             return whole
-        pieces = [*self._ids("Here is the original image "), *whole]
+        pieces = [*self.ids("Here is the original image "), *whole]
         for part in range(num_parts):
-            pieces += self._ids(" " if part else " and here are some crops to help you see better ")
+            pieces += self.ids(" " if part else " and here are some crops to help you see better ")
             pieces += whole
         return pieces
 
@@ -135,10 +134,6 @@ class Gemma3Processor(UnitProcessor):
             return []
         spans = [slice(step * index, step * (index + 1)) for index in range(count)]
         return [picture[:, span] if wide else picture[span] for span in spans]
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def merged_newlines(token_ids: list[int], owners: list[int], tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -15,7 +15,6 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import (
     IMAGES,
     VIDEOS,
@@ -24,6 +23,7 @@ from jaxengine.media.processors.settings import (
     check_options,
     frames_of,
     read_settings,
+    shown_at,
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
@@ -55,6 +55,8 @@ class Gemma4Processor(GridProcessor):
       model_config: of the model, with its tower's sizes.
       tokenizer: of the model; None without one, so that videos are refused.
     """
+
+    needs_grid = False
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
@@ -100,10 +102,6 @@ class Gemma4Processor(GridProcessor):
         """Largest budget with which a side has no more patches than the tower has positions."""
         return min(max(BUDGETS), self.tower.num_positions // self.tower.spatial_merge_size)
 
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text. Needs the tokenizer."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
-
     def option_names(self) -> tuple[str, ...]:
         return (_BUDGET,)
 
@@ -115,7 +113,7 @@ class Gemma4Processor(GridProcessor):
         """
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)
-        seconds = () if modality == "image" else _times(value, len(frames))
+        seconds = () if modality == "image" else tuple(shown_at(value, len(frames)).tolist())
         settings = self.sizes[modality]
         height, width = self._resized_size(frames.shape[1], frames.shape[2], self._asked(options, settings.budget))
         self.check_room(modality, len(frames), height, width, most)
@@ -157,16 +155,6 @@ class Gemma4Processor(GridProcessor):
             for modality, settings in self.sizes.items()
         }
         return found
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
-        no grid is given.
-
-        Raises RequestError if the grid does not make num_rows.
-        """
-        # The prompt does not depend on the grid: without one all rows form a line.
-        merge = self.tower.spatial_merge_size
-        return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order
@@ -256,11 +244,3 @@ def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
             path, fields = read_settings(folder, IMAGES)
             return path, ConfigFields({name: value for name, value in fields.raw.items() if name != _BUDGET})
     return read_settings(folder, IMAGES)
-
-
-def _times(video: Any, count: int) -> tuple[float, ...]:
-    """Return the seconds at which the `count` frames of a video are shown, at UNKNOWN_FPS frames per second if the
-    video's rate is unknown.
-    """
-    indices = np.asarray(getattr(video, "frames_indices", range(count)))
-    return tuple((indices / (getattr(video, "fps", None) or UNKNOWN_FPS)).tolist())

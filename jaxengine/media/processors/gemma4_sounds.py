@@ -84,16 +84,8 @@ class Gemma4SoundProcessor(SoundProcessor):
 
     def num_rows(self, sound: Sound) -> int:
         """Return the number of embeddings of a sound: its frames divided by tower.merge, rounded up."""
-        return -(-self._frames(sound) // self.tower.merge)
+        return -(-self.held(sound) // self.tower.merge)
 
-    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (columns, rows) of a sound with num_frames frames: one column, i32[1, num_frames], 0 within the sound
-        and -1 after it, and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after them.
-        """
-        frames, rows = np.arange(num_frames), np.arange(num_frames // self.tower.merge)
-        columns = np.where(frames < self._frames(sound), 0, -1)[None]
-        return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)
-
-    def _frames(self, sound: Sound) -> int:
+    def held(self, sound: Sound) -> int:
         """Return the number of spectrogram frames of a sound, of which only the first _LONGEST samples count."""
         return self.mel.num_frames(min(len(sound.samples), _LONGEST))

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor
+from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor, resized_frames
-from jaxengine.media.processors.settings import IMAGES, WHOLE
+from jaxengine.media.processors.settings import IMAGES, WHOLE, shown_at
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.files import read_object
@@ -60,8 +60,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         """Return the time in seconds of the first frame of each temporal step of a frames.Video, at UNKNOWN_FPS frames
         per second if its rate is unknown.
         """
-        shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
-        return tuple(shown[:: self.tower.temporal_patch_size].tolist())
+        return tuple(shown_at(video, len(video.frames))[:: self.tower.temporal_patch_size].tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels after resizing, with bounds over all num_frames; an image counts as the

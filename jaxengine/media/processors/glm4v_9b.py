@@ -43,7 +43,7 @@ class Glm4v9bProcessor(TextPlaceholder, UnitProcessor):
 
     @property
     def image_id(self) -> int:
-        """Token that stands for an image once its placeholder is replaced, which is the first of it."""
+        """Token that stands for an image once its placeholder's text is replaced: the one before its patches."""
         return self._begin
 
     @property
@@ -60,7 +60,7 @@ class Glm4v9bProcessor(TextPlaceholder, UnitProcessor):
         return self.side, self.side
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3].
+        """Preprocess an image, uint8[H, W, 3]. The rows of its beginning and its end come after those of patches.
 
         options: none are known. most: limit of patches; None for no limit. Raises RequestError for options, other
         values, extreme aspect ratios, and more patches.

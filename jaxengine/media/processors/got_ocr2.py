@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.tiles import TilesProcessor
 
 
@@ -12,13 +11,4 @@ class GotOcr2Processor(TilesProcessor):
     modalities: tuple[str, ...] = ("image",)
     needs_tokenizer = False
     crops = False
-
-    def placeholder_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError if it is missing or
-        invalid.
-        """
-        return self.token_id("image_token_index", "image_token_id")
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
+    token_names = ("image_token_index", "image_token_id")

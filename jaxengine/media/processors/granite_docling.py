@@ -19,9 +19,9 @@ class GraniteDoclingProcessor(TilesProcessor):
     """Processor of GraniteDoclingForConditionalGeneration.
 
     Attributes:
-      dense_tiles: limit of tiles of pages that would be scaled down too far, or are wide; 0 for no such pages.
-      dense_limits: width of the tiles over the page's below which a page is one, and the aspect ratios (width / height)
-        above and up to which it is; 0 for no limit.
+      dense_tiles: limit of the tiles of a dense page; 0 if no page is dense.
+      dense_limits: (scale, least, most): a page is dense if its tiles' width over its own is below scale, and its
+        aspect ratio (width / height) above least and up to most; 0 for no limit. Without scale and least no page is.
     """
 
     defaults = {**TilesProcessor.defaults, "size": {"height": 512, "width": 512}, "max_patches": 32}
@@ -43,10 +43,6 @@ class GraniteDoclingProcessor(TilesProcessor):
             raise fields.fail("dense_max_patches", f"an integer from 0 to {MAX_TILES}")
         scale, least, most = (0.0 if not fields.value(name, 0) else fields.number(name) for name in _LIMITS)
         self.dense_limits = scale, least, most
-
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id")
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return the item of a black page with the most tiles, those of dense pages among them, or of `size`, (height,
@@ -83,20 +79,16 @@ class GraniteDoclingProcessor(TilesProcessor):
         """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid
-        fake, whole = self._ids("<fake_token_around_image>"), self._ids("<global-img>")
+        fake, whole = self.ids("<fake_token_around_image>"), self.ids("<global-img>")
         embeddings = [self.image_id] * (self.tower.unit // self.tower.merge)
         pieces = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
-                pieces += [*fake, *self._ids(f"<row_{row}_col_{column}>"), *embeddings]
+                pieces += [*fake, *self.ids(f"<row_{row}_col_{column}>"), *embeddings]
             # An empty line follows the last row of several tiles.
-            pieces += self._ids("\n\n" if row == rows and rows * columns > 1 else "\n")
+            pieces += self.ids("\n\n" if row == rows and rows * columns > 1 else "\n")
         return pieces if rows == columns == 1 else [*pieces, *fake, *whole, *embeddings, *fake]
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
         """Return (token ids, owners) with newlines after pages merged with those next to them in the prompt."""
         return merged_newlines(token_ids, owners, self.tokenizer)
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)

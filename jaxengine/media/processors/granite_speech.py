@@ -12,30 +12,22 @@ import numpy as np
 
 from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.log_mel import HOP, htk_filters, log_spectrogram, required_features
-from jaxengine.media.processors.sounds import SoundProcessor, check_length
+from jaxengine.media.processors.sounds import AskedTranscripts, SoundProcessor, check_length
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.scheduler.base.media import AUDIO
 
 _LENGTH, _WINDOW = 512, 400  # samples of a Fourier transform, and of a window
 # transformers' id of the token that a configuration does not name.
 _TOKEN = 49155
-_REQUEST = "can you transcribe the speech into a written format?"
 
 
-class GraniteSpeechProcessor(SoundProcessor):
-    """Processor of GraniteSpeechForConditionalGeneration, which transcribes when it is asked to.
-
-    Attributes:
-      languages: empty: the request for a transcript names no language.
-      text_mark: None: answers are only text.
-    """
+class GraniteSpeechProcessor(AskedTranscripts, SoundProcessor):
+    """Processor of GraniteSpeechForConditionalGeneration."""
 
     token_fields = ("audio_token_index", "audio_token_id")
-    languages: Mapping[str, str] = {}
-    text_mark: str | None = None
+    request = "can you transcribe the speech into a written format?"
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         if all(config_json.get(name) is None for name in self.token_fields):
@@ -77,26 +69,17 @@ class GraniteSpeechProcessor(SoundProcessor):
         partly.
         """
         queries = self.tower.queries
-        return -(-self._pairs(sound) // queries.window) * queries.num_queries
-
-    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (columns, rows) of a sound with num_frames pairs of frames: one column, i32[1, num_frames], 0 within
-        the sound and -1 after it, and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after them.
-        """
-        pairs, rows = np.arange(num_frames), np.arange(num_frames // self.tower.merge)
-        columns = np.where(pairs < self._pairs(sound), 0, -1)[None]
-        return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)
+        return -(-self.held(sound) // queries.window) * queries.num_queries
 
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
         """Return the messages that request a transcript of a sound; `language` is ignored.
 
         Raises RequestError for a context other than "", with which the model was not trained.
         """
-        del language  # there is none
         if context:
             raise RequestError("prompt: this model's request for a transcript has no context", param="prompt")
-        return [{"role": "user", "content": [{"type": AUDIO}, {"type": "text", "text": _REQUEST}]}]
+        return super().transcription(language, context)
 
-    def _pairs(self, sound: Sound) -> int:
+    def held(self, sound: Sound) -> int:
         """Return the number of pairs of spectrogram frames of a sound."""
         return (len(sound.samples) // HOP + 1) // self.tower.frames

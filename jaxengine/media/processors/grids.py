@@ -30,18 +30,25 @@ class GridProcessor:
       token_ids: placeholder token of each modality.
       tokenizer: of the model; None without one.
       factor: side in pixels of the square of merged patches that makes one row (embedding) of the tower.
+      needs_grid: whether embeddings that are given need a grid; if not, they form one line without it, as the prompt
+        does not depend on the grid.
       frames_first: whether a patch is ordered frame by frame, and each of its frames colour by colour; otherwise colour
         by colour, and each colour frame by frame.
     """
 
     modalities: tuple[str, ...] = ("image",)
     frames_first = False
+    needs_grid = True
     token_ids: Mapping[str, int]
     tokenizer: Any = None
 
     def __init__(self, model_config: ModelConfig):
         self.tower: Any = model_config.tower
         self.factor: int = self.tower.patch_size * self.tower.spatial_merge_size
+
+    def placeholder(self, modality: str) -> str:
+        """Return the text of the modality's placeholder token. Needs the tokenizer."""
+        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         """Return the names of mm_processor_kwargs that `process` takes."""
@@ -102,6 +109,23 @@ class GridProcessor:
         chosen = np.stack([columns[name] for name in tower.columns]).astype(np.int32)
         return Processed(np.ascontiguousarray(patches), chosen, order.astype(np.int32), len(order), grid, seconds)
 
+    def joined_crops(self, crops: Sequence[Processed], tile: Processed, tiles: tuple[int, int]) -> Processed:
+        """Return the item of an image's crops, whose columns "segment", if there are any, become the crops' numbers.
+
+        tiles: (rows, columns) of the crops that are tiles, (0, 0) for none. tile: one of these, or the whole image
+        without tiles. The item's grid is that of all tiles together, or of the whole image.
+        """
+        columns = [crop.columns.copy() for crop in crops]
+        if "segment" in self.tower.columns:
+            for number, each in enumerate(columns):
+                each[self.tower.columns.index("segment")] = number
+        count = sum(crop.num_rows for crop in crops)
+        patches = np.concatenate([crop.patches for crop in crops])
+        (_, height, width), (rows, wide) = tile.grid, tiles if tiles[0] else (1, 1)
+        grid, sizes = (1, rows * height, wide * width), tuple(crop.grid[1:] for crop in crops)
+        order = np.arange(count, dtype=np.int32)
+        return Processed(patches, np.concatenate(columns, axis=1), order, count, grid, crops=sizes)
+
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
         """Return columns of each patch by name, in the order of the tower: its frame, its coordinates within the frame,
         and the frame's size.
@@ -132,10 +156,12 @@ class GridProcessor:
         return np.arange(count), np.zeros(count, np.int64)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return `grid` unchanged. Raises RequestError without a grid, and for one that is not one frame of whole
-        merged squares that make num_rows rows.
+        """Return `grid`, or one line of embeddings without it unless `needs_grid`. Raises RequestError for a missing
+        grid that is needed, and for one that is not one frame of whole merged squares that make num_rows rows.
         """
         merge = self.tower.spatial_merge_size
+        if not self.needs_grid:
+            grid = grid or (1, merge, merge * num_rows)
         time, height, width = grid or (0, 0, 0)
         whole = height % merge == 0 == width % merge
         if time != 1 or not whole or height * width // merge**2 != num_rows:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxengine.media.processors.internvl import InternVLChatProcessor
-from jaxengine.media.processors.settings import IMAGENET_MEAN, IMAGENET_STD
+from jaxengine.media.processors.settings import IMAGENET_MEAN, IMAGENET_STD, tiles_of
 from jaxengine.media.processors.tiles import nearest_tiling, tilings
 from jaxengine.media.processors.units import boolean_option
 from jaxengine.models.config.fields import ConfigFields
@@ -70,8 +70,8 @@ class H2OVLProcessor(InternVLChatProcessor):
         return found
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Return an image's tiles, and (rows, columns) of those that count, as TilesProcessor does; if it is cut twice,
-        the tiles of the second tiling, those of the first, and the whole image, resized to a square.
+        """Return an image's units as TilesProcessor does; if it is cut twice, the tiles of the second tiling, those of
+        the first, and the whole image, resized to a square, and (number of these units, 1).
 
         picture: uint8[H, W, 3]. options: names of option_names. Raises RequestError for an invalid option.
         """
@@ -82,7 +82,7 @@ class H2OVLProcessor(InternVLChatProcessor):
         side, tiles = self.side, list[np.ndarray]()
         for rows, columns in found:
             whole = self.pixels.resized(picture, rows * side, columns * side)
-            tiles.extend(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+            tiles += tiles_of(whole, rows, columns)
         return [*tiles, self.pixels.resized(picture, side, side)], (len(tiles) + 1, 1)
 
     def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:

@@ -159,7 +159,7 @@ class HYV4VLProcessor(LinedProcessor):
         super().__init__(folder, config_json, model_config, tokenizer)
 
     def placeholder(self, modality: str) -> str:
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
+        return GridProcessor.placeholder(self, modality)
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
         """Return an item's grid in embeddings, (1, rows, columns), with the embedding after each line as a column."""

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio, learned_places
+from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.settings import bad_option, check_options, check_pictures, switch
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, read_size
 from jaxengine.models.config.fields import ConfigFields
@@ -70,10 +70,6 @@ class Idefics2Processor(UnitProcessor):
         found.splits = boolean_option(options, _SPLIT, self.splits)
         return found
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id")
-
     def largest_size(self) -> tuple[int, int]:
         return self.longest, self.longest
 
@@ -95,13 +91,10 @@ class Idefics2Processor(UnitProcessor):
                 raise bad_option(_SPLIT, True, f"false for an image of {width}x{height} pixels")
             lines = value[: height // 2], value[height // 2 :]
             parts = [*(part for line in lines for part in (line[:, : width // 2], line[:, width // 2 :])), value]
-        patches = np.zeros((len(parts), unit, self.tower.num_features), np.float32)
-        places = np.full((len(parts), unit), -1, np.int32)
-        for number, part in enumerate(parts):
-            self._write(patches[number], places[number], part)
+        units = (self.normalized(self.pixels.resized(part, *self._fitted(*part.shape[:2]))) for part in parts)
+        side = self.tower.vit.grid
         rows = np.arange(len(parts) * self.tower.num_latents, dtype=np.int32)
-        grid = 1, self.side // self.patch, self.side // self.patch * len(parts)
-        return Processed(patches.reshape(-1, patches.shape[2]), places.reshape(1, -1), rows, len(rows), grid)
+        return Processed(*self._placed(units, len(parts), side), rows, len(rows), (1, side, side * len(parts)))
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the placeholders of each unit, with the token around images before,
@@ -147,20 +140,10 @@ class Idefics2Processor(UnitProcessor):
             )
         return found[0]
 
-    def _write(self, patches: np.ndarray, places: np.ndarray, part: np.ndarray) -> None:
-        """Write the patches of a unit, uint8[H, W, 3], into patches f32[S, F], and their learned positions into places
-        i32[S]: each at its line and column in the tower's square. Pixels that fill no patch are left out.
-        """
-        patch, side = self.patch, self.side // self.patch
-        values = self.normalized(self.pixels.resized(part, *self._fitted(*part.shape[:2])))
-        high, wide = values.shape[0] // patch, values.shape[1] // patch
-        cut = values[: high * patch, : wide * patch].reshape(high, patch, wide, patch, 3).transpose(0, 2, 4, 1, 3)
-        at = (np.arange(high)[:, None] * side + np.arange(wide)).ravel()
-        patches[at] = cut.reshape(high * wide, -1)
-        places[at] = (learned_places(high, side)[:, None] * side + learned_places(wide, side)).ravel()
-
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in pixels of a unit after resizing."""
+        """Return (height, width) in pixels of a unit of height x width pixels after resizing: scaled down to a longer
+        side of `longest`, then each side stretched to at least `shortest`.
+        """
         ratio = width / height
         if width >= height and width > self.longest:
             height, width = int(self.longest / ratio), self.longest

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import bad_option, switch
+from jaxengine.media.processors.settings import bad_option, switch, tiles_of
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, read_size
 from jaxengine.models.config.fields import ConfigFields
 
@@ -52,10 +52,6 @@ class Idefics3Processor(UnitProcessor):
     def option_names(self) -> tuple[str, ...]:
         return ("size", "do_image_splitting")
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
-        return self.token_id("image_token_id")
-
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of the largest square; that of one tile if images are not cut."""
         edge = min(self.longest_edge, _MAX_EDGE)
@@ -86,7 +82,7 @@ class Idefics3Processor(UnitProcessor):
         picture, rows, columns = resize(picture, height, width), height // side, width // side
         if rows == columns == 1:
             return [picture], (1, 1)
-        by_tile = picture.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        by_tile = tiles_of(picture, rows, columns)
         return [*by_tile, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
@@ -95,16 +91,16 @@ class Idefics3Processor(UnitProcessor):
         """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid
-        fake, whole = self._ids("<fake_token_around_image>"), self._ids("<global-img>")
+        fake, whole = self.ids("<fake_token_around_image>"), self.ids("<global-img>")
         embeddings = [self.image_id] * (self.tower.unit // self.tower.merge)
         if rows == columns == 1:
             return [*fake, *whole, *embeddings, *fake]
         pieces = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
-                pieces += [*fake, *self._ids(f"<row_{row}_col_{column}>"), *embeddings]
+                pieces += [*fake, *self.ids(f"<row_{row}_col_{column}>"), *embeddings]
             # End of the line; an empty line follows the last row.
-            pieces += self._ids("\n" if row < rows else "\n\n")
+            pieces += self.ids("\n" if row < rows else "\n\n")
         return [*pieces, *fake, *whole, *embeddings, *fake]
 
     def edge(self, options: Mapping[str, Any], default: int) -> int:
@@ -117,10 +113,6 @@ class Idefics3Processor(UnitProcessor):
         if type(edge) is not int or not 1 <= edge <= _MAX_EDGE:
             raise bad_option("size", asked, f"{{'longest_edge': n}} with n from 1 to {_MAX_EDGE}")
         return edge
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:

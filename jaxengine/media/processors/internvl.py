@@ -36,10 +36,6 @@ class InternVLProcessor(FrameUnits, TilesProcessor):
         if len(video) != 1 or not self.reads_frames(Path(folder)):
             self.modalities = ("image",)
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
-        return self.token_id("image_token_id")
-
     def placeholder_id_of(self, modality: str) -> int:
         """Return the token that stands for an image, of config.json, or for a video, of the tokenizer."""
         return self.video_id if modality == "video" else self.placeholder_id()

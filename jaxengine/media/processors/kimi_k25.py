@@ -13,7 +13,6 @@ from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import Chunk, check_ratio
 from jaxengine.media.processors.kimi_vl import MOST_PATCHES, KimiVLProcessor, read_limit
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import (
     IMAGES,
     VIDEOS,
@@ -21,6 +20,7 @@ from jaxengine.media.processors.settings import (
     check_options,
     frames_of,
     read_settings,
+    shown_at,
 )
 from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -185,8 +185,7 @@ class KimiK25Processor(KimiMediaProcessor):
             return super().process(modality, value, options, most)
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)
-        indices = np.asarray(getattr(value, "frames_indices", range(len(frames))))
-        seconds = (indices / (getattr(value, "fps", None) or UNKNOWN_FPS))[:: self.tower.most_frames]
+        seconds = shown_at(value, len(frames))[:: self.tower.most_frames]
         if not seconds.max() < _DAY:
             raise RequestError(f"a video must be shorter than a day, got {seconds.max():.3g} seconds", param=modality)
         limit = integer_option(options, self.option, self.frame_limit, MOST_PATCHES)

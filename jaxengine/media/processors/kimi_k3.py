@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import Chunk, GridProcessor
+from jaxengine.media.processors.grids import Chunk
 from jaxengine.media.processors.kimi_k25 import KimiMediaProcessor
 from jaxengine.media.processors.text_placeholder import TextPlaceholder
 from jaxengine.models.config.fields import ConfigFields
@@ -21,6 +21,8 @@ class KimiK3Processor(TextPlaceholder, KimiMediaProcessor):
     """Processor of KimiK3ForConditionalGeneration. The text that stands for an image becomes the text of its size and
     the tokens of its embeddings.
     """
+
+    needs_grid = True
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
         """Read the placeholder from a config.json (`fields`), and set token_ids and image_id.
@@ -36,12 +38,6 @@ class KimiK3Processor(TextPlaceholder, KimiMediaProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], as KimiVLProcessor.process does, with its size."""
         return super().process(modality, value, options, most)._replace(size=value.shape[:2])
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings. Raises RequestError
-        without a grid, and if it does not make num_rows.
-        """
-        return GridProcessor.grid_of(self, num_rows, grid)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each token of a placeholder replaced by the text of the image's size and as many such

@@ -49,6 +49,7 @@ class KimiVLProcessor(GridProcessor):
     # The settings' name of the limit, and the most patches along a side of a padded image.
     option: str = _LIMIT
     most_side = _SIDE - 1
+    needs_grid = False
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings. Raises ModelConfigError for an invalid placeholder token, ModelFileError for
@@ -83,10 +84,6 @@ class KimiVLProcessor(GridProcessor):
         if fields.value("merge_kernel_size", [2, 2]) != [merge, merge]:
             raise fields.fail("merge_kernel_size", f"{[merge, merge]}, that of the tower")
         return Pixels.read(fields), read_limit(fields, _LIMIT, 4096)
-
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text. Needs the tokenizer."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         return (self.option,)
@@ -155,16 +152,6 @@ class KimiVLProcessor(GridProcessor):
         else:
             grid = num_frames, *self._largest_grid(limit)
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
-        no grid is given.
-
-        Raises RequestError if the grid does not make num_rows.
-        """
-        # The prompt does not depend on the grid: without one all rows form a line.
-        merge = self.tower.spatial_merge_size
-        return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return ((height, width) after scaling, (height, width) after padding to whole rows of the tower) of an image,

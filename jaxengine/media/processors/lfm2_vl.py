@@ -24,6 +24,7 @@ from jaxengine.media.processors.settings import (
     check_pictures,
     read_settings,
     switch,
+    tiles_of,
 )
 from jaxengine.media.processors.units import boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -135,10 +136,6 @@ class Lfm2VlProcessor(GridProcessor):
                 found[least] = found[most]
         return found | {name: boolean_option(options, name, bool(self.limits[name])) for name in _BOOLEANS}
 
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
-
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image, uint8[H, W, 3], into crops, and the crops into patches.
 
@@ -156,10 +153,11 @@ class Lfm2VlProcessor(GridProcessor):
         if rows:
             side = self.tile
             fine = self.pixels.resized(value, rows * side, columns * side)
-            crops += list(fine.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+            crops += tiles_of(fine, rows, columns)
         if _has_whole(rows, columns, limits):
             crops.append(self.pixels.resized(value, *whole))
-        return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in crops], (rows, columns))
+        made = [self.cut(self.pixels.normalized(crop[None])) for crop in crops]
+        return self.joined_crops(made, made[0], (rows, columns))
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
         """Cut frames f32[N, H, W, 3] into patches as GridProcessor.cut does, but with the three colours of a pixel
@@ -191,7 +189,7 @@ class Lfm2VlProcessor(GridProcessor):
             self.processed(np.empty((high * wide, 0), np.float32), (1, high, wide))
             for high, wide in self._grids(whole, rows, columns, limits)
         ]
-        return self._joined(made, (rows, columns))
+        return self.joined_crops(made, made[0], (rows, columns))
 
     def _grids(
         self, whole: tuple[int, int], rows: int, columns: int, limits: Mapping[str, int]
@@ -202,26 +200,6 @@ class Lfm2VlProcessor(GridProcessor):
         patch = self.tower.patch_size
         tiles = [(self.tile // patch, self.tile // patch)] * (rows * columns)
         return tiles + [(whole[0] // patch, whole[1] // patch)] * _has_whole(rows, columns, limits)
-
-    def _joined(self, crops: Sequence[Processed], tiles: tuple[int, int]) -> Processed:
-        """Return the item of an image's crops, whose columns "segment" become the crops' numbers.
-
-        tiles: (rows, columns) of tiles, (0, 0) for none. The item's grid is that of all tiles together, or of the whole
-        image without tiles.
-        """
-        columns = [crop.columns.copy() for crop in crops]
-        for number, each in enumerate(columns):
-            each[self.tower.columns.index("segment")] = number
-        count = sum(crop.num_rows for crop in crops)
-        (_, height, width), (rows, wide) = crops[0].grid, tiles if tiles[0] else (1, 1)
-        return Processed(
-            np.concatenate([crop.patches for crop in crops]),
-            np.concatenate(columns, axis=1),
-            np.arange(count, dtype=np.int32),
-            count,
-            (1, rows * height, wide * width),
-            crops=tuple((crop.grid[1], crop.grid[2]) for crop in crops),
-        )
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with each placeholder replaced by its image's crops, each after its name if there are

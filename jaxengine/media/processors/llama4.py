@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import check_options
-from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
+from jaxengine.media.processors.settings import check_options, tiles_of
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields
 
 _STANDARD, _BILINEAR = (0.5, 0.5, 0.5), 2
@@ -48,9 +48,7 @@ class Llama4Processor(UnitProcessor):
         """Read and set the largest number of tiles and `fills`. Raises ModelConfigError if the size is not the tower's
         or there may be too many tiles.
         """
-        size = read_size(fields, "size", ("height", "width"))
-        if set(size.values()) != {self.side}:
-            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.check_square(fields)
         self.max_tiles, self.fills = fields.integer("max_patches"), fields.boolean("resize_to_max_canvas", False)
         if self.max_tiles > _MAX_TILES:
             raise fields.fail("max_patches", f"at most {_MAX_TILES}")
@@ -97,7 +95,7 @@ class Llama4Processor(UnitProcessor):
         fitted = resize(picture, max(high, 1), max(wide, 1))
         canvas = np.zeros((rows * side, columns * side, 3), np.uint8)
         canvas[: len(fitted), : fitted.shape[1]] = fitted
-        tiles = list(canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        tiles = tiles_of(canvas, rows, columns)
         return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
 
     def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, switch
 from jaxengine.media.processors.units import UnitProcessor, read_size
 from jaxengine.models.config.fields import ConfigFields
@@ -32,6 +31,7 @@ class LlavaProcessor(UnitProcessor):
     """
 
     defaults = {"resample": _BICUBIC, "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}}
+    token_names = ("image_token_index", "image_token_id")
     size: dict[str, int]
     crops: bool
     pads: bool
@@ -59,12 +59,6 @@ class LlavaProcessor(UnitProcessor):
                 "crop_size" if self.crops else "size", f"{self.side} by {self.side}, the tower's image_size"
             )
 
-    def placeholder_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError if it is missing or
-        invalid.
-        """
-        return self.token_id("image_token_index", "image_token_id")
-
     def largest_size(self) -> tuple[int, int]:
         return self.side, self.side
 
@@ -84,10 +78,6 @@ class LlavaProcessor(UnitProcessor):
             height, width = self.size["height"], self.size["width"]
         resized = self.pixels.resized(picture, height, width)
         return [middle(resized, self.side) if self.crops else resized], (1, 1)
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
 
 
 def _kind(fields: ConfigFields) -> str:

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
-from jaxengine.media.processors.settings import MAX_SIDE, Pixels
+from jaxengine.media.processors.settings import Pixels, are_sizes, tiles_of
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -64,10 +63,7 @@ class LlavaNextProcessor(LlavaProcessor):
         Raises ModelConfigError for other forms, and for sides that are not multiples of the tower's image_size.
         """
         listed = fields.value(_NAME, default)
-        right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_PINPOINTS
-        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
-        right = right and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
-        if not right or any(side % self.side for each in listed for side in each):
+        if not are_sizes(listed, _MAX_PINPOINTS) or any(side % self.side for each in listed for side in each):
             raise fields.fail(_NAME, f"a list of [height, width], all multiples of the tower's image_size {self.side}")
         return listed
 
@@ -86,7 +82,7 @@ class LlavaNextProcessor(LlavaProcessor):
         side = self.side
         rows, columns = self._tiling(*picture.shape[:2])
         canvas = on_canvas(self.pixels, picture, rows * side, columns * side)
-        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = tiles_of(canvas, rows, columns)
         whole = self.pixels.resized(picture, side, side)
         return [middle(whole, side), *tiles], (rows, columns)
 
@@ -209,16 +205,6 @@ class LlavaFramesProcessor(LlavaNextProcessor):
         or invalid.
         """
         return self.token_id("video_token_index", "video_token_id") if modality == "video" else self.placeholder_id()
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels; for "video" a
-        video of num_frames (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "video":
-            return self.process(
-                modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {}
-            )
-        return super().largest(modality, size, num_frames)
 
     def video_pieces(self, item: Processed) -> list[int]:
         """Return the tokens of a video (`item`): the placeholder once for each embedding."""

@@ -36,7 +36,8 @@ class LlavaNextVideoProcessor(LlavaFramesProcessor):
         return True
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is a unit.
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is a unit. The one
+        column of patches is 0 for an image, 1 for frames.
 
         most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
         ratios, and more patches.

@@ -24,6 +24,7 @@ from jaxengine.media.processors.settings import (
     check_pictures,
     read_settings,
     switch,
+    tiles_of,
     token_text,
 )
 from jaxengine.media.processors.units import integer_option
@@ -113,7 +114,7 @@ class MiniCPMVProcessor(GridProcessor):
         return fields.integer("image_token_id", minimum=0)
 
     def defaults_of(self, fields: ConfigFields) -> Mapping[str, Any]:
-        """Return the defaults of settings that `fields` lack."""
+        """Return the defaults of settings: mean and deviation of 0.5. fields: the settings, for subclasses."""
         del fields
         return {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
@@ -125,7 +126,9 @@ class MiniCPMVProcessor(GridProcessor):
             raise fields.fail(_MODE, "that of config.json")
 
     def _read_crops(self, fields: ConfigFields) -> None:
-        """Read and set how images are cut. Raises ModelConfigError for settings that are out of range."""
+        """Read and set how images are cut and enlarged, and `numbers`, whether they are numbered in prompts. Raises
+        ModelConfigError for settings that are out of range.
+        """
         self.resolution = fields.integer("scale_resolution", 448)
         if self.resolution > _MOST_RESOLUTION:
             raise fields.fail("scale_resolution", f"1 to {_MOST_RESOLUTION}")
@@ -138,10 +141,6 @@ class MiniCPMVProcessor(GridProcessor):
             raise fields.fail(_UPSIZE, "always or never")
         self.enlarges = upsize == "always"
         self.numbers = switch(fields, "use_image_id")
-
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         return (_OPTION,)
@@ -177,9 +176,9 @@ class MiniCPMVProcessor(GridProcessor):
         made = [self.pixels.resized(value, *crops.whole)]
         if rows:
             fine = self.pixels.resized(value, rows * height, columns * width)
-            cut = fine.reshape(rows, height, columns, width, 3).swapaxes(1, 2)
-            made += list(cut.reshape(-1, height, width, 3))
-        return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in made], crops.slices)
+            made += tiles_of(fine, rows, columns)
+        cut = [self.cut(self.pixels.normalized(crop[None])) for crop in made]
+        return self.joined_crops(cut, cut[-1], crops.slices)
 
     def num_patches(self, grid: tuple[int, int, int]) -> int:
         """Return the number of patches that a crop of this grid, (1, height, width) in patches, takes in the tower."""
@@ -203,7 +202,7 @@ class MiniCPMVProcessor(GridProcessor):
             crops = Crops((0, 0), (0, 0), (min(count, 1), count))
             grids = [whole, *[each.get(count, (0, 0))] * count]
         made = [self.processed(np.empty((math.prod(grid), 0), np.float32), (1, *grid)) for grid in grids]
-        return self._joined(made, crops.slices)
+        return self.joined_crops(made, made[-1], crops.slices)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
         """Return the Processed item of one crop's patches, in the order in which the tower joins them: squares within
@@ -221,23 +220,6 @@ class MiniCPMVProcessor(GridProcessor):
         within = row * self.tower.spatial_merge_size + column
         order = (np.arange(0, len(made.patches), self.tower.merge)[:, None] + within).reshape(-1)
         return made._replace(patches=made.patches[order], columns=np.ascontiguousarray(made.columns[:, order]))
-
-    def _joined(self, crops: Sequence[Processed], slices: tuple[int, int]) -> Processed:
-        """Return the item of an image's crops, whose columns "segment", if there are any, become the crops' numbers.
-
-        slices: (rows, columns) of slices, (0, 0) for none. The item's grid is that of all slices together, or of the
-        whole image without slices.
-        """
-        columns = [crop.columns.copy() for crop in crops]
-        if "segment" in self.tower.columns:
-            for number, each in enumerate(columns):
-                each[self.tower.columns.index("segment")] = number
-        count = sum(crop.num_rows for crop in crops)
-        patches = np.concatenate([crop.patches for crop in crops])
-        (_, height, width), (rows, wide) = crops[-1].grid, slices if slices[0] else (1, 1)
-        grid, sizes = (1, rows * height, wide * width), tuple(crop.grid[1:] for crop in crops)
-        order = np.arange(count, dtype=np.int32)
-        return Processed(patches, np.concatenate(columns, axis=1), order, count, grid, crops=sizes)
 
     def crop_grids(self, item: Processed) -> list[tuple[int, int]]:
         """Return (height, width) of each crop of an item, in embeddings. An image that was given as embeddings is one

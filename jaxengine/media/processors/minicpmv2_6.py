@@ -80,7 +80,7 @@ class ResampledProcessor(TextPlaceholder, MiniCPMVProcessor):
             return super().largest(modality, size, num_frames)
         slices = self.most_slices if self.most_slices > 1 else 0
         crop = self.processed(np.empty((1, 0), np.float32), (1, 1, 1))
-        return self._joined([crop] * (1 + slices), (min(slices, 1), slices))
+        return self.joined_crops([crop] * (1 + slices), crop, (min(slices, 1), slices))
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
         """Return the Processed item of one crop's patches, padded to a unit.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import Chunk
+from jaxengine.media.processors.grids import Chunk, GridProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor, Sizes
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, read_settings
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -72,7 +72,7 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
 
     def placeholder(self, modality: str) -> str:
         """Return the placeholder token's text. Needs the tokenizer."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
+        return GridProcessor.placeholder(self, modality)
 
     def seconds(self, video: Any) -> tuple[float, ...]:
         """Return the time of the first frame of each temporal step of a frames.Video, in seconds; () if its rate is

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.settings import check_options, check_pictures
-from jaxengine.media.processors.units import UnitProcessor, read_size
+from jaxengine.media.processors.settings import check_options, check_pictures, tiles_of
+from jaxengine.media.processors.units import UnitProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -31,23 +31,19 @@ class MllamaProcessor(UnitProcessor):
         "max_image_tiles": 4,
     }
     config_defaults = {"image_token_index": 128256}
+    token_names = ("image_token_id", "image_token_index")
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Raise ModelConfigError unless the size is the tower's, and so is the largest number of tiles."""
-        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
-            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.check_square(fields)
         fields.require(max_image_tiles=self.tower.max_tiles)
-
-    def placeholder_id(self) -> int:
-        """Return image_token_id, or image_token_index, of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id", "image_token_index")  # the latter has a default
 
     def largest_size(self) -> tuple[int, int]:
         return self.side, self.side * self.tower.max_tiles
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower: the patches of all tiles, zeros in those that are not
-        used, and the number of its tiling.
+        used, and as their one column the number of its tiling, from 1.
 
         most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
         ratios, and more patches.
@@ -69,9 +65,9 @@ class MllamaProcessor(UnitProcessor):
             wide = min(math.floor(width * by_height) or 1, min(max(width, side), room[1]))
         canvas = np.zeros((*room, 3), np.uint8)
         canvas[:high, :wide] = self.pixels.resized(value, high, wide)
-        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = tiles_of(canvas, rows, columns)
         patches = np.zeros((self.tower.unit, self.tower.num_features), np.float32)
-        cut = self._cut(list(tiles))
+        cut = self._cut(tiles)
         patches[: len(cut)] = cut
         number = np.full((1, len(patches)), 1 + tilings.index((rows, columns)), np.int32)
         grid = 1, rows * self.tower.vit.grid, columns * self.tower.vit.grid

@@ -13,12 +13,11 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.molmo2 import CropsProcessor, read_pair, tilings_of
+from jaxengine.media.processors.molmo2 import CropsProcessor, read_pair
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
 from jaxengine.media.processors.tiles import MAX_TILES
 from jaxengine.media.processors.units import check_placeholders
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.scheduler.base.errors import RequestError
 
 # Patches of a window's side, and values of the tower's column: all, no or some pixels of a patch are the image's.
 _WINDOW, _FULL, _EMPTY, _PARTIAL = 2, 0, 1, 2
@@ -36,7 +35,7 @@ class MolmoProcessor(CropsProcessor):
         settings, and for missing tokens.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
-        found = {text: self._ids(text) for text in (_PATCH, _COLUMN, _START, _END, _IMAGE)}
+        found = {text: self.ids(text) for text in (_PATCH, _COLUMN, _START, _END, _IMAGE)}
         if missing := [text for text, ids in found.items() if len(ids) != 1]:
             raise ModelConfigError(f"the tokenizer must have the token {missing[0]}")
         self._tokens = {text: ids[0] for text, ids in found.items()}
@@ -96,7 +95,8 @@ class MolmoProcessor(CropsProcessor):
         return (units - np.asarray(self.pixels.mean, np.float32)) / np.asarray(self.pixels.std, np.float32)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3].
+        """Preprocess an image, uint8[H, W, 3]: the patches of its units, with the marks of `_padding` as their one
+        column and the rows of `_order`.
 
         options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
         options, other values, extreme aspect ratios, and more patches.
@@ -141,26 +141,6 @@ class MolmoProcessor(CropsProcessor):
         masks = [kinds[top : top + grid, left : left + grid].reshape(-1) for top, left in self._corners(rows, columns)]
         return np.concatenate([*masks, np.full(grid * grid, _PARTIAL, np.int32)])
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return an item with the most crops and, in num_rows, the most embeddings of any image, or the image of
-        `size`, (height, width) in pixels.
-        """
-        made = super().largest(modality, size, num_frames)
-        if size is not None:
-            return made
-        most = max(map(self.num_windows, tilings_of(self.max_crops)))
-        return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for num_rows
-        embeddings of an image, those of the whole first. Raises RequestError for another number of these.
-        """
-        whole = (self.tower.vit.grid // _WINDOW) ** 2
-        if grid is None or grid[0] != 1 or whole + grid[1] * grid[2] != num_rows:
-            form = f"[1, rows, columns] of its crops' embeddings, which with {whole} of the whole are {num_rows}"
-            raise RequestError(f"embeddings of an image of this model need a grid {form}; got {grid}", param="image")
-        return grid
-
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): lines of the whole image, then lines of its crops."""
         token, lines = self._tokens, self.tower.vit.grid // _WINDOW
@@ -179,19 +159,14 @@ class MolmoProcessor(CropsProcessor):
         images = items.get("image", ())
         if not images:
             return super().expand(token_ids, items)
-        begin = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-        first = [] if begin is None else [begin]
+        first = self.first_tokens
         written = list(token_ids[1:] if list(token_ids[:1]) == first else token_ids)
         if found := written.count(self.placeholder_id()):
             check_placeholders("image", _IMAGE, found, len(images))
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         text = re.sub(f"{re.escape(_IMAGE)}\n?", "", text)
         text = text if text.startswith(" ") else f" {text}"
-        return super().expand([*first, *[self.placeholder_id()] * len(images), *self._ids(text)], items)
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return super().expand([*first, *[self.placeholder_id()] * len(images), *self.ids(text)], items)
 
 
 def _place(size: tuple[int, int], canvas: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

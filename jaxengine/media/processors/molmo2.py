@@ -7,6 +7,7 @@ Tokens of images and of frames, those between lines and around them included, at
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -14,18 +15,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.settings import VIDEOS, WHOLE, Pixels, check_options, read_settings, token_text
+from jaxengine.media.processors.settings import (
+    VIDEOS,
+    WHOLE,
+    Pixels,
+    check_options,
+    check_seconds,
+    read_settings,
+    shown_at,
+    token_texts,
+)
 from jaxengine.media.processors.tiles import MAX_TILES
-from jaxengine.media.processors.units import UnitProcessor, check_placeholders, integer_option, read_size
+from jaxengine.media.processors.units import UnitProcessor, check_placeholders, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.tower import SHARES
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
 
-_BILINEAR, _MOST_SECONDS = 2, 1e9
+_BILINEAR = 2
 _PATCH, _COLUMN, _START, _END = "<im_patch>", "<im_col>", "<im_start>", "<im_end>"
 _LOW_START, _FRAME_START, _FRAME_END, _LOW = "<low_res_im_start>", "<frame_start>", "<frame_end>", "<im_low>"
 
@@ -61,7 +70,7 @@ class CropsProcessor(UnitProcessor):
         """Read and set the limit of crops, their margins and the windows of images. Raises ModelConfigError for a size
         or a patch other than the tower's, a filter other than bilinear, and values out of range.
         """
-        _check_pixels(fields, self.pixels, self.side, self.patch)
+        self._check_pixels(fields, self.pixels)
         self.max_crops = fields.integer("max_crops", 8)
         if self.max_crops > MAX_TILES:
             raise fields.fail("max_crops", f"from 1 to {MAX_TILES}")
@@ -70,6 +79,16 @@ class CropsProcessor(UnitProcessor):
         if sum(self.margins) >= grid:
             raise fields.fail("overlap_margins", f"two numbers whose sum is less than a crop's {grid} patches")
         self.pooling = self._read_pooling(fields, (2, 2))
+
+    def _check_pixels(self, fields: ConfigFields, pixels: Pixels) -> None:
+        """Raise ModelConfigError for a size or a patch of other pixels than the tower's, and a filter other than
+        bilinear.
+        """
+        self.check_square(fields)
+        if fields.integer("patch_size") != self.patch:
+            raise fields.fail("patch_size", f"{self.patch}, the tower's")
+        if pixels.resample != _BILINEAR:
+            raise fields.fail("resample", f"{_BILINEAR}, bilinear")
 
     def _read_pooling(self, fields: ConfigFields, default: tuple[int, int]) -> tuple[int, int]:
         """Return `pooling_size`, (height, width) of a window in patches. Raises ModelConfigError for windows of more
@@ -171,8 +190,34 @@ class CropsProcessor(UnitProcessor):
     def num_windows(self, tiling: tuple[int, int]) -> int:
         """Return the number of windows of the crops of a tiling, (rows, columns)."""
         sides = (count * self.step + sum(self.margins) for count in tiling)
-        height, width = (-(-side // size) for side, size in zip(sides, self.pooling, strict=True))
-        return height * width
+        return math.prod(-(-side // size) for side, size in zip(sides, self.pooling, strict=True))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
+        """Return an item with the most crops and, in num_rows, the most embeddings of any image, or the image of
+        `size`, (height, width) in pixels; for "video" one of num_frames (LARGEST_FRAMES if None) frames, whatever the
+        size.
+        """
+        made = super().largest(modality, size, num_frames)
+        if modality == "video" or size is not None:
+            return made
+        most = max(map(self.num_windows, tilings_of(self.max_crops)))
+        return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for num_rows
+        embeddings of an image, those of the whole first. Raises RequestError for another number of these.
+        """
+        whole = math.prod(-(-self.tower.vit.grid // size) for size in self.pooling)
+        if grid is None or grid[0] != 1 or whole + grid[1] * grid[2] != num_rows:
+            form = f"[1, rows, columns] of its crops' embeddings, which with {whole} of the whole are {num_rows}"
+            raise RequestError(f"embeddings of an image of this model need a grid {form}; got {grid}", param="image")
+        return grid
+
+    @property
+    def first_tokens(self) -> list[int]:
+        """Token before a prompt with items: the tokenizer's bos token, else its eos token; none if it has neither."""
+        tokens = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return [token for token in tokens if token is not None][:1]
 
 
 class Molmo2Processor(CropsProcessor):
@@ -201,14 +246,10 @@ class Molmo2Processor(CropsProcessor):
         self.video_pooling, self.max_fps = self._read_videos(Path(folder))
         self.modalities = ("image",) if self.video_pooling is None else ("image", "video")
         self._form = _read_form(Path(folder))
-        path, named = Path(folder) / "tokenizer_config.json", read_object(folder, "tokenizer_config.json") or {}
-        more = named.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **named}
-        self._placeholders = {
-            modality: token_text(path, named, f"{modality}_token", f"<|{modality}|>") for modality in self.modalities
-        }
+        usual = {f"{modality}_token": f"<|{modality}|>" for modality in self.modalities}
+        self._placeholders: dict[str, str] = dict(zip(self.modalities, token_texts(folder, **usual), strict=True))
         joint = _PATCH, _COLUMN, _START, _LOW_START, _FRAME_START, _END, _FRAME_END, _LOW
-        found = {text: self._ids(text) for text in (*joint, *self._placeholders.values())}
+        found = {text: self.ids(text) for text in (*joint, *self._placeholders.values())}
         self._tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
         self._joint = [self._tokens[text] for text in joint if text in self._tokens]
         form, needed = self._form, [_PATCH, _START, _END, self._form.whole_start, *self._placeholders.values()]
@@ -228,7 +269,7 @@ class Molmo2Processor(CropsProcessor):
             _, found = read_settings(folder, VIDEOS)
             fields = found.with_defaults(**self.defaults)
             pixels = Pixels.read(fields)
-            _check_pixels(fields, pixels, self.side, self.patch)
+            self._check_pixels(fields, pixels)
             self.set_frames(copy(self), pixels)
             pooling = self._read_pooling(fields, (3, 3))
             return pooling, float(fields.number("max_fps", 2))
@@ -274,39 +315,11 @@ class Molmo2Processor(CropsProcessor):
 
     def _times(self, video: Any, count: int) -> tuple[float, ...]:
         """Return the seconds at which the `count` frames of a frames.Video are shown, at max_fps frames per second if
-        it does not say how many. Raises RequestError for times beyond _MOST_SECONDS.
+        it does not say how many. Raises RequestError for times that `check_seconds` refuses.
         """
-        indices = np.asarray(getattr(video, "frames_indices", range(count)))
-        found = (indices / (getattr(video, "fps", None) or self.max_fps)).tolist()
-        if not max(found) <= _MOST_SECONDS:
-            problem = f"a video is of {max(found):.3g} seconds; allowed: {_MOST_SECONDS:.0e}"
-            raise RequestError(problem, param="video", value=max(found))
+        found = shown_at(video, count, self.max_fps).tolist()
+        check_seconds(found)
         return tuple(found)
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return an item with the most crops and, in num_rows, the most embeddings of any image, or the image of
-        `size`, (height, width) in pixels; for "video" a video of num_frames
-        (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "video":
-            return self.process(
-                modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {}
-            )
-        if size is not None:
-            return super().largest(modality, size, num_frames)
-        made = self.process(modality, np.zeros((*self.largest_size(), 3), np.uint8), {})
-        most = max(map(self.num_windows, tilings_of(self.max_crops)))
-        return made._replace(num_rows=made.num_rows - made.grid[1] * made.grid[2] + most)
-
-    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid (1, rows, columns) of the windows of an image's crops, which must be given, for num_rows
-        embeddings of an image, those of the whole first. Raises RequestError for another number of these.
-        """
-        whole = len(_windows(self._patches(1), self.pooling)[0][0])
-        if grid is None or grid[0] != 1 or whole + grid[1] * grid[2] != num_rows:
-            form = f"[1, rows, columns] of its crops' embeddings, which with {whole} of the whole are {num_rows}"
-            raise RequestError(f"embeddings of an image of this model need a grid {form}; got {grid}", param="image")
-        return grid
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): lines of the whole image, then lines of its crops."""
@@ -327,7 +340,7 @@ class Molmo2Processor(CropsProcessor):
         form, token, found = self._form, self._tokens, list[int]()
         lines = self._lines(*item.grid[1:], form.frame_columns)
         for number, seconds in enumerate(item.seconds):
-            found += self._ids(f" {seconds:.1f} ") if number else []
+            found += self.ids(f" {seconds:.1f} ") if number else []
             found += [token[form.frame_start], *lines, token[form.frame_end]]
         return found
 
@@ -351,17 +364,13 @@ class Molmo2Processor(CropsProcessor):
         if videos:
             text, video = self.tokenizer.decode(found, skip_special_tokens=False), self._placeholders["video"]
             check_placeholders("video", video, text.count(video), 1)
-            found = self._ids(text.replace(video, f"{videos[0].seconds[0]:.1f} {video}"))
+            found = self.ids(text.replace(video, f"{videos[0].seconds[0]:.1f} {video}"))
         if pictures or videos:
-            begin = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-            found = found if begin is None or found[:1] == [begin] else [begin, *found]
+            first = self.first_tokens
+            found = found if found[: len(first)] == first else [*first, *found]
         expanded = super().expand(found, items)
         joint = np.flatnonzero(np.isin(expanded.token_ids, self._joint)).astype(np.int32)
         return expanded._replace(joint=joint if pictures or videos else None)
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -420,18 +429,6 @@ def read_pair(fields: ConfigFields, name: str, default: tuple[int, int], least: 
     if not right or any(type(each) is not int or each < least for each in found):
         raise fields.fail(name, f"two integers >= {least}")
     return found[0], found[1]
-
-
-def _check_pixels(fields: ConfigFields, pixels: Pixels, side: int, patch: int) -> None:
-    """Raise ModelConfigError for a size or a patch of other pixels than the tower's, and a filter other than
-    bilinear.
-    """
-    if set(read_size(fields, "size", ("height", "width")).values()) != {side}:
-        raise fields.fail("size", f"{side} by {side}, the tower's image_size")
-    if fields.integer("patch_size") != patch:
-        raise fields.fail("patch_size", f"{patch}, the tower's")
-    if pixels.resample != _BILINEAR:
-        raise fields.fail("resample", f"{_BILINEAR}, bilinear")
 
 
 def _read_form(folder: Path) -> _Form:

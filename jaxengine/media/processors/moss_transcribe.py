@@ -14,7 +14,7 @@ from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.base.samples import Sound
 from jaxengine.media.processors.audioflamingo3 import MOST_SECONDS, AudioFlamingo3Processor
 from jaxengine.media.processors.settings import WHOLE
-from jaxengine.media.processors.sounds import frames_of
+from jaxengine.media.processors.sounds import AskedTranscripts, frames_of
 from jaxengine.media.processors.units import check_placeholders
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
@@ -23,12 +23,10 @@ from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.media import AUDIO
 
 
-class MossTranscribeProcessor(AudioFlamingo3Processor):
-    """Processor of MossTranscribeDiarizeForConditionalGeneration, which transcribes when it is asked to.
+class MossTranscribeProcessor(AskedTranscripts, AudioFlamingo3Processor):
+    """Processor of MossTranscribeDiarizeForConditionalGeneration.
 
     Attributes:
-      languages: empty: the request for a transcript names no language.
-      text_mark: None: answers are only text.
       per_second: embeddings that count as a second.
       every: seconds from one time in the prompt to the next; 0 for none.
     """
@@ -36,8 +34,6 @@ class MossTranscribeProcessor(AudioFlamingo3Processor):
     longest: ClassVar[int] = MOST_SECONDS
     usual_token: ClassVar[int] = 151671
     around = ("<|audio_start|>", "<|audio_end|>")
-    languages: Mapping[str, str] = {}
-    text_mark: str | None = None
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings. Raises what AudioFlamingo3Processor does, and ModelConfigError for times in
@@ -58,7 +54,7 @@ class MossTranscribeProcessor(AudioFlamingo3Processor):
         self.settings = f"{self.settings} {self.per_second} {self.every}"
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound: those of silence after it only fill the last one."""
+        """Return the number of embeddings of a sound, one for each tower.merge frames that it begins."""
         return -(-frames_of(sound) // self.tower.merge)
 
     def pieces(self, num_rows: int) -> list[int]:
@@ -96,12 +92,3 @@ class MossTranscribeProcessor(AudioFlamingo3Processor):
                 positions.append((len(out) + places).astype(np.int32))
             out += own
         return Expanded(out, positions, [(AUDIO, number) for number in range(len(sounds))])
-
-    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that request a transcript of a sound; `language` is ignored.
-
-        context: the request's text; "" for that of the chat template.
-        """
-        del language  # there is none
-        text = [{"type": "text", "text": context}] if context else []
-        return [{"role": "user", "content": [{"type": AUDIO}, *text]}]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, Chunk, GridProcessor, check_ratio
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, window_order
+from jaxengine.media.processors.qwen2_vl import window_order
 from jaxengine.media.processors.settings import (
     IMAGES,
     VIDEOS,
@@ -24,6 +24,7 @@ from jaxengine.media.processors.settings import (
     check_options,
     frames_of,
     read_settings,
+    shown_at,
 )
 from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -92,10 +93,6 @@ class MuseGlimmerProcessor(GridProcessor):
             raise fields.fail(_LIMITS[modality][0], f"1 to {_MOST}")
         return Pixels.read(fields), limit
 
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text. Needs the tokenizer."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
-
     def option_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in _LIMITS.values())
 
@@ -123,19 +120,12 @@ class MuseGlimmerProcessor(GridProcessor):
         """
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)
-        seconds = () if modality == "image" else self._seconds(value)
+        first = () if modality == "image" else shown_at(value, len(frames))[:: self.tower.temporal_patch_size]
         height, width = self.scaled(frames.shape[1], frames.shape[2], self._limit(modality, options))
         self.check_room(modality, len(frames), height, width, most)
         pixels = self.pixels[modality]
         resized = np.stack([pixels.resized(frame, height, width) for frame in frames])
-        return self.cut(pixels.normalized(resized), seconds)
-
-    def _seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the time in seconds of the first frame of each temporal step of a frames.Video, at UNKNOWN_FPS frames
-        per second if its rate is unknown.
-        """
-        shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
-        return tuple(shown[:: self.tower.temporal_patch_size].tolist())
+        return self.cut(pixels.normalized(resized), tuple(map(float, first)))
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[int, int]:
         """Return (height, width) in pixels of an image after resizing, as by transformers' smart_resize of this model.

@@ -14,7 +14,7 @@ from jaxengine.media.processors.log_mel import HOP
 from jaxengine.media.processors.nemo_mel import LENGTH, WINDOW, nemo_mel
 from jaxengine.media.processors.nemotron_h_omni import NemotronHOmniProcessor
 from jaxengine.media.processors.paired import PairedProcessor
-from jaxengine.media.processors.sounds import SoundProcessor, cut
+from jaxengine.media.processors.sounds import SoundProcessor
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 
@@ -94,11 +94,6 @@ class NemotronSoundProcessor(SoundProcessor):
         """Return the number of embeddings of a sound: one for each tower.merge frames begun in a clip."""
         return sum(-(-(count // HOP) // self.tower.merge) for count in self.clips(sound))
 
-    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (columns, rows) of a sound with num_frames frames: one column, i32[1, num_frames], 0 within the sound
-        and -1 after it, and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after them.
-        """
-        held = self.num_samples(sound) // HOP
-        rows = np.arange(num_frames // self.tower.merge, dtype=np.int32)
-        columns = np.where(np.arange(num_frames) < held, 0, -1)[None]
-        return columns.astype(np.int32), cut(rows, self.num_rows(sound))
+    def held(self, sound: Sound) -> int:
+        """Return the number of frames of all clips of a sound."""
+        return self.num_samples(sound) // HOP

@@ -25,6 +25,7 @@ from jaxengine.media.processors.settings import (
     check_options,
     frames_of,
     read_settings,
+    tiles_of,
 )
 from jaxengine.media.processors.tiles import MAX_TILES, largest_share, nearest_tiling, tilings
 from jaxengine.media.processors.units import integer_option
@@ -106,7 +107,7 @@ class TiledRadioProcessor(RadioProcessor):
         return found
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Cut an image into tiles, or resize a video's frames to one each.
+        """Cut an image into tiles, which the whole follows if `adds_whole`, or resize a video's frames to one each.
 
         value: uint8[H, W, 3] or frames.Video. options: max_num_tiles. most: limit of patches; None for no limit. Raises
         RequestError for other options and values, more patches, and extreme aspect ratios.
@@ -123,10 +124,10 @@ class TiledRadioProcessor(RadioProcessor):
         rows, columns = self.tiling(height, width, limit)
         check_room(modality, self._count(rows, columns) * self._patches, most)
         whole = self.resized(frames[0], rows * side, columns * side)
-        tiles = whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = tiles_of(whole, rows, columns)
         if self._count(rows, columns) > len(tiles):
-            tiles = np.concatenate([tiles, self.resized(frames[0], side, side)[None]])
-        return self.cut(self.pixels.normalized(tiles))
+            tiles.append(self.resized(frames[0], side, side))
+        return self.cut(self.pixels.normalized(np.stack(tiles)))
 
     def _count(self, rows: int, columns: int) -> int:
         """Return the number of tiles with the whole image, if it follows."""

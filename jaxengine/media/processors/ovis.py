@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.ovis2 import NUM_INDICATORS, Ovis2Processor, kept_share
+from jaxengine.media.processors.ovis2 import NUM_INDICATORS, Ovis2Processor, best_of, kept_share
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import MAX_TILES
 from jaxengine.media.processors.units import read_size
@@ -21,8 +21,8 @@ from jaxengine.scheduler.base.errors import RequestError
 _IMAGE = "<image>"
 # Model types of the text -> the token at whose positions embeddings go, as in vLLM.
 _PADS = {"qwen2": "<|image_pad|>", "llama": "<|reserved_special_token_0|>"}
-# In the published code: most tiles of an image besides the whole, and the share of its area that enough of them keep.
-_TILES, _ENOUGH = 9, 0.9
+# In the published code: most tiles of an image besides the whole.
+_TILES = 9
 
 
 class OvisProcessor(Ovis2Processor):
@@ -89,10 +89,7 @@ class OvisProcessor(Ovis2Processor):
         listed = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
         listed = [(rows, columns) for rows, columns in listed if rows <= height and columns <= width] or [(1, 1)]
         kept = {tiling: kept_share(height, width, *tiling, self.side) for tiling in listed if np.prod(tiling) >= least}
-        enough = [tiling for tiling, share in kept.items() if share > _ENOUGH]
-        if enough:
-            return min(enough, key=lambda tiling: (tiling[0] * tiling[1], -kept[tiling]))
-        return min(kept or {(1, 1): 0.0}, key=lambda tiling: (-kept[tiling], tiling[0] * tiling[1]))
+        return best_of(kept) if kept else (1, 1)
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): the same one for each of its embeddings."""

@@ -56,12 +56,6 @@ class Ovis2Processor(TextPlaceholderProcessor):
         self.crops = switch(fields, "crop_to_patches", False)
         self.covers = switch(fields, "use_covering_area_grid")
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json, the token at whose positions embeddings of patches go. Raises
-        ModelConfigError if it is invalid.
-        """
-        return self.token_id("image_token_id")
-
     @property
     def embedded_ids(self) -> tuple[int, ...]:
         return (self.image_id, *self.indicators)
@@ -89,10 +83,7 @@ class Ovis2Processor(TextPlaceholderProcessor):
         kept = {
             (rows, columns): kept_share(height, width, columns, rows, self.side) for rows, columns in tilings(1, most)
         }
-        enough = [tiling for tiling, share in kept.items() if share > _ENOUGH]
-        if enough:
-            return min(enough, key=lambda tiling: (tiling[0] * tiling[1], -kept[tiling]))
-        return min(kept, key=lambda tiling: (-kept[tiling], tiling[0] * tiling[1]))
+        return best_of(kept)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower; its rows include those of indicators.
@@ -144,6 +135,16 @@ class Ovis2Processor(TextPlaceholderProcessor):
             elif index < rows * columns:
                 yield index, _ROW
         yield 0, _END
+
+
+def best_of(kept: Mapping[tuple[int, int], float]) -> tuple[int, int]:
+    """Return the (rows, columns) of the fewest tiles that keep more than _ENOUGH of an image's area, or without any of
+    those that keep most of it. kept: the share that each keeps.
+    """
+    enough = [tiling for tiling, share in kept.items() if share > _ENOUGH]
+    if enough:
+        return min(enough, key=lambda tiling: (tiling[0] * tiling[1], -kept[tiling]))
+    return min(kept, key=lambda tiling: (-kept[tiling], tiling[0] * tiling[1]))
 
 
 def kept_share(height: int, width: int, rows: int, columns: int, side: int) -> float:

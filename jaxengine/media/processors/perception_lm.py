@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.settings import tiles_of
 from jaxengine.media.processors.tiles import MAX_TILES, LimitedTiles
 from jaxengine.media.processors.units import FrameUnits, integer_option
 from jaxengine.models.config.fields import ConfigFields
@@ -51,10 +52,6 @@ class PerceptionLMProcessor(FrameUnits, LimitedTiles):
         if fields.text("vision_input_type") != _TILED:
             self.max_tiles = 0
 
-    def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError if it is invalid."""
-        return self.token_id("image_token_id")
-
     def placeholder_id_of(self, modality: str) -> int:
         """Return the token of config.json that stands for an image or a video."""
         return self.token_id(f"{modality}_token_id")
@@ -87,7 +84,7 @@ class PerceptionLMProcessor(FrameUnits, LimitedTiles):
         found = [resize(picture, side, side)]
         if rows:
             whole = resize(picture, rows * side, columns * side)
-            found.extend(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+            found += tiles_of(whole, rows, columns)
         return found, (1, len(found))
 
     def _tiling(self, height: int, width: int, most: int) -> tuple[int, int]:
@@ -122,10 +119,6 @@ class PerceptionLMProcessor(FrameUnits, LimitedTiles):
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image that gets the most tiles: all in one column."""
         return self.side * max(self.max_tiles, 1), self.side
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`), one for each embedding."""
-        return [self.placeholder_id()] * item.num_rows
 
     def video_pieces(self, item: Processed) -> list[int]:
         """Return the tokens of a video (`item`), one for each embedding."""

@@ -18,9 +18,9 @@ from PIL import Image
 
 from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio, learned_places
-from jaxengine.media.processors.settings import check_options, check_pictures
+from jaxengine.media.processors.settings import check_options, check_pictures, tiles_of
+from jaxengine.media.processors.text_placeholder import with_one_token
 from jaxengine.media.processors.tiles import LimitedTiles, tilings
-from jaxengine.media.processors.units import read_size
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -53,8 +53,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         """Read and set the limit of tiles. Raises ModelConfigError for one out of range, for sizes other than the
         tower's, and for a filter of the whole image other than bicubic.
         """
-        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
-            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.check_square(fields)
         fields.require(resample=int(Image.Resampling.BICUBIC), patch_size=self.patch)
         self.read_limit(fields)
         # Of the canvas; the whole is scaled down after normalisation.
@@ -73,10 +72,6 @@ class Phi4MultimodalProcessor(LimitedTiles):
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of the highest column of tiles: of as many tiles, it has most lines."""
         return self.max_tiles * self.side, self.side
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
-        return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return (1, 1, num_rows), since an image may have any number of embeddings. Raises RequestError if a grid is
@@ -102,8 +97,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         side = self.side
         canvas, used = self.canvas(value, rows, columns)
         pixels = self.pixels.normalized(canvas)
-        tiles = pixels.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
-        patches = self._cut_values(np.concatenate([_scaled(pixels, side)[None], tiles]))
+        patches = self._cut_values(np.stack([_scaled(pixels, side), *tiles_of(pixels, rows, columns)]))
         return self._arranged(patches, (rows, columns), used)
 
     def canvas(self, picture: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, tuple[int, int]]:
@@ -148,15 +142,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         """
         if not check_numbers(text):
             return list(token_ids)
-        plain = self.tokenizer.encode(text, add_special_tokens=False)
-        before = len(token_ids) - len(plain)
-        if before < 0 or list(token_ids[before:]) != plain:
-            return list(token_ids)
-        found = list(token_ids[:before])
-        for number, piece in enumerate(_NUMBERED.split(text)[::2]):
-            own = self.tokenizer.encode(piece, add_special_tokens=False) if piece else ()
-            found += [*([self.image_id] if number else ()), *own]
-        return found
+        return with_one_token(text, token_ids, _NUMBERED, self.image_id, self.tokenizer)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the expanded prompt of UnitProcessor.expand, after replacing the tokens of each numbered placeholder

@@ -70,10 +70,6 @@ class PixtralProcessor(GridProcessor):
         resizing = f"{self.pixels!r} {self.longest} {self.rounds}"
         self.settings = f"{type(self).__name__} {resizing} {self.marks} {self.tower!r}"
 
-    def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text. Needs the tokenizer."""
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
-
     def option_names(self) -> tuple[str, ...]:
         return ("size",)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.internvl import context_id
-from jaxengine.media.processors.settings import WHOLE, token_text
+from jaxengine.media.processors.settings import WHOLE, token_text, token_texts
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.models.params.files import read_object
 
@@ -27,11 +27,8 @@ class QianfanOCRProcessor(TextPlaceholderProcessor):
         super().__init__(folder, config_json, model_config, tokenizer)
         path, whole = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self.place_text(path, _NAME, token_text(path, whole, _NAME, "<image>"))
-        told, path = read_object(folder, "tokenizer_config.json") or {}, Path(folder) / "tokenizer_config.json"
-        more = told.get("extra_special_tokens")
-        named = {**(more if isinstance(more, Mapping) else {}), **told}
-        names = ("start_image_token", "<img>"), ("end_image_token", "</img>")
-        self.start, self.end = (self.ids(token_text(path, named, *name)) for name in names)
+        texts = token_texts(folder, start_image_token="<img>", end_image_token="</img>")
+        self.start, self.end = map(self.ids, texts)
 
     def placeholder_id(self) -> int:
         """Return image_token_id of config.json, or else the token <IMG_CONTEXT>: transformers' default is <think> in

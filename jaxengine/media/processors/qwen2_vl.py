@@ -24,6 +24,7 @@ from jaxengine.media.processors.settings import (
     CLIP_STD,
     IMAGES,
     MAX_PIXELS,
+    UNKNOWN_FPS,
     VIDEOS,
     Pixels,
     bad_option,
@@ -36,8 +37,6 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.media import AUDIO
 
-# Assumed frame rate of a video without one: transformers' default.
-UNKNOWN_FPS = 24.0
 PIXEL_OPTIONS = ("min_pixels", "max_pixels")
 _OPTIONS = (*PIXEL_OPTIONS, "size")
 # A limit of a video's pixels is at least so many times the least ones of a frame.

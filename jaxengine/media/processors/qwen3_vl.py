@@ -14,14 +14,13 @@ from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.processors.qwen2_vl import (
     LEAST,
     PIXEL_OPTIONS,
-    UNKNOWN_FPS,
     Bounds,
     Qwen2VLProcessor,
     Sizes,
     grown,
     shrunk,
 )
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, shown_at
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -54,7 +53,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         UNKNOWN_FPS frames per second if its rate is unknown.
         """
         depth = self.tower.temporal_patch_size
-        shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
+        shown = shown_at(video, len(video.frames))
         shown = np.concatenate([shown, np.repeat(shown[-1:], -len(shown) % depth)]).reshape(-1, depth)
         return tuple(((shown[:, 0] + shown[:, -1]) / 2).tolist())
 

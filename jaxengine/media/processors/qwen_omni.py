@@ -5,7 +5,6 @@ that have several of these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from jaxengine.media.processors.mrope import whole_times
 from jaxengine.media.processors.paired import PairedProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
-from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3SoundProcessor
+from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3SoundProcessor, SoundProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.scheduler.base.media import AUDIO
@@ -100,6 +99,11 @@ class Qwen3OmniSounds(Qwen3SoundProcessor):
 class OmniProcessor(PairedProcessor):
     """Processors of images and of sounds of a model with M-RoPE, in which sounds have the positions of text tokens."""
 
+    def __init__(self, seeing: Any, hearing: SoundProcessor):
+        """Store the processors, and add the placeholder of sounds to the token_ids of `seeing`, a Qwen2VLProcessor."""
+        super().__init__(seeing, hearing)
+        seeing.token_ids = {**seeing.token_ids, AUDIO: hearing.token_id}
+
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt expanded for its images, videos and sounds together, with M-RoPE positions.
 
@@ -144,12 +148,4 @@ def _processor(
     # Qwen2.5-Omni has other names for these fields.
     ids = {f"{kind}_token_id": thinker.get(f"{kind}_token_index") for kind in ("image", "video", AUDIO)}
     thinker = {**{name: token for name, token in ids.items() if token is not None}, **thinker}
-    parts: dict[bool, Any] = {}
-    for tower in model_config.towers:
-        own = replace(model_config, tower=tower, sound_tower=None)
-        parts[tower.hears] = (sounds if tower.hears else images)(folder, thinker, own, tokenizer)
-    if len(parts) == 1:
-        return next(iter(parts.values()))
-    seeing, hearing = parts[False], parts[True]
-    seeing.token_ids = {**seeing.token_ids, AUDIO: hearing.token_id}
-    return OmniProcessor(seeing, hearing)
+    return OmniProcessor.of_towers(images, sounds, folder, thinker, model_config, tokenizer)

@@ -48,9 +48,7 @@ class RadioProcessor(GridProcessor):
 
     def placeholder(self, modality: str) -> str:
         """Return the text that stands for an item of the modality in a prompt. That of images needs the tokenizer."""
-        if modality == "video":
-            return _PLACEHOLDER
-        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids["image"]])[0])
+        return _PLACEHOLDER if modality == "video" else super().placeholder(modality)
 
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Return the token ids of a prompt `text`, with one token for each placeholder of a video. token_ids: token ids

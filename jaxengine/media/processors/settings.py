@@ -5,7 +5,7 @@ NumPy and Pillow only. Results are those of transformers' processors with Pillow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
 # Limit of the numbers of a pixel transform, so that float32 can represent its results.
 _MOST = 1e6
+# Frames per second of a video that does not say it, as in transformers, and the limit of its times, which timedelta
+# can write.
+UNKNOWN_FPS, _MOST_SECONDS = 24.0, 1e9
 
 
 def read_settings(folder: Path, *places: tuple[str, str], needed: bool = True) -> tuple[Path, ConfigFields]:
@@ -66,6 +69,20 @@ def token_text(path: Path, found: Mapping[str, Any], name: str, usual: str) -> s
     if not isinstance(text, str) or not text:
         raise ModelFileError(path, f"{name} must be a text, got {str(text)[:100]!r}")
     return text
+
+
+def token_texts(folder: Path | str, **usual: str) -> list[str]:
+    """Return the texts of tokens that a checkpoint's tokenizer_config.json names, at its top level or else in
+    extra_special_tokens.
+
+    folder: of the checkpoint. usual: by name, in the order of the result, the text of a token that is missing. Raises
+    ModelFileError for a value that is not text.
+    """
+    path = Path(folder) / "tokenizer_config.json"
+    found = read_object(folder, path.name) or {}
+    more = found.get("extra_special_tokens")
+    found = {**(more if isinstance(more, Mapping) else {}), **found}
+    return [token_text(path, found, *each) for each in usual.items()]
 
 
 @dataclass(frozen=True)
@@ -151,6 +168,35 @@ def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim:
     if not sound or 0 in value.shape:
         shown = f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise RequestError(f"{modality} must be {form}, got {shown}", param=modality)
+
+
+def tiles_of(canvas: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
+    """Return the rows * columns equal parts of a canvas [H, W, 3], line by line."""
+    height, width = len(canvas) // rows, canvas.shape[1] // columns
+    cut = canvas.reshape(rows, height, columns, width, 3).swapaxes(1, 2)
+    return list(cut.reshape(-1, height, width, 3))
+
+
+def are_sizes(listed: Any, most: int) -> bool:
+    """Whether a setting is a list of 1 to `most` pairs of sides, each of 1 to MAX_SIDE pixels."""
+    if not isinstance(listed, (list, tuple)) or not 0 < len(listed) <= most:
+        return False
+    are_pairs = all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
+    return are_pairs and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
+
+
+def shown_at(video: Any, count: int, fps: float = UNKNOWN_FPS) -> np.ndarray:
+    """Return the seconds f64[count] at which the `count` frames of a video are shown. video: frames.Video, or only its
+    frames, which then follow each other. fps: frames per second if it does not say how many.
+    """
+    return np.asarray(getattr(video, "frames_indices", range(count))) / (getattr(video, "fps", None) or fps)
+
+
+def check_seconds(seconds: Sequence[float]) -> None:
+    """Raise RequestError for a video with a time beyond _MOST_SECONDS."""
+    if not max(seconds) <= _MOST_SECONDS:
+        problem = f"a video is of {max(seconds):.3g} seconds; allowed: {_MOST_SECONDS:.0e}"
+        raise RequestError(problem, param="video", value=max(seconds))
 
 
 def frames_of(modality: str, value: Any, modalities: tuple[str, ...]) -> np.ndarray:

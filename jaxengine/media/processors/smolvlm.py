@@ -14,17 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.idefics3 import Idefics3Processor, with_longest_edge
-from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
-from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
+from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, check_seconds, read_settings, shown_at
 from jaxengine.media.processors.units import check_placeholders, read_size
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.scheduler.base.errors import RequestError
 
 _VIDEO = "<video>"
-_MOST_SECONDS = 1e9  # limit of timedelta's text
 _INTRO = "You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
 _FRAME, _END = "\nFrame from {minutes:02d}:{seconds:02d}:", "\n\n"
 _NOTHING = np.zeros(0, np.int32)  # only the number of frames matters
@@ -95,14 +91,6 @@ class SmolVLMProcessor(Idefics3Processor):
         units = [resize(resize(frame, *size), self.side, self.side) for frame in frames]
         return self._processed(self.of_frames._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
 
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of
-        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "image":
-            return super().largest(modality, size, num_frames)
-        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
-
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its placeholders expanded for its items, given by modality in order. With videos, the
         prompt's text is tokenized again, because a video is represented by text whose tokens depend on the text around
@@ -143,15 +131,11 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
     """Return the times of the `count` frames of a video, followed by its duration, all in seconds.
 
     video: frames.Video, or only the frames. Without fps, UNKNOWN_FPS frames per second are assumed, and the duration is
-    the last frame's time. Raises RequestError for times beyond _MOST_SECONDS.
+    the last frame's time. Raises RequestError for times that `check_seconds` refuses.
     """
-    indices = np.asarray(getattr(video, "frames_indices", range(count)))
-    fps = getattr(video, "fps", None)
-    times = (indices / (fps or UNKNOWN_FPS)).tolist()
+    fps, times = getattr(video, "fps", None), shown_at(video, count).tolist()
     seconds = (*times, times[-1] if fps is None else video.total_num_frames / fps)
-    if not max(seconds) <= _MOST_SECONDS:
-        problem = f"a video is of {max(seconds):.3g} seconds; allowed: {_MOST_SECONDS:.0e}"
-        raise RequestError(problem, param="video", value=max(seconds))
+    check_seconds(seconds)
     return seconds
 
 

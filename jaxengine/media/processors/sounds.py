@@ -92,10 +92,16 @@ class SoundProcessor:
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (columns, rows), fields of jaxengine.scheduler.base.media.MediaItem, of a sound with num_frames frames
-        including silence: no columns, and all rows of the tower in order.
+        including silence: the tower's columns, i32[C, num_frames], 0 within `held` frames and -1 after them, and rows,
+        i32[num_frames // merge], the numbers of its embeddings and -1 after them.
         """
-        count = num_frames // self.tower.merge
-        return np.zeros((0, num_frames), np.int32), np.arange(count, dtype=np.int32)
+        column = np.where(np.arange(num_frames) < self.held(sound), 0, -1).astype(np.int32)
+        rows = np.arange(num_frames // self.tower.merge, dtype=np.int32)
+        return np.repeat(column[None], len(self.tower.columns), axis=0), cut(rows, self.num_rows(sound))
+
+    def held(self, sound: Sound) -> int:
+        """Return the number of frames of a sound without the silence after it."""
+        return frames_of(sound)
 
     def placeholder(self, modality: str) -> str:
         """Return the text of the placeholder token between the texts of `around`. Needs the tokenizer."""
@@ -167,6 +173,30 @@ class SoundProcessor:
         return Expanded(written.tolist(), positions, [(AUDIO, number) for number in range(len(found))])
 
 
+class AskedTranscripts:
+    """Part of a SoundProcessor of a model that transcribes when it is asked to.
+
+    Attributes:
+      languages: empty: the request for a transcript names no language.
+      text_mark: None: answers are only text.
+      request: text of a request for a transcript that has none of its own; "" for none.
+    """
+
+    languages: Mapping[str, str] = {}
+    text_mark: str | None = None
+    request = ""
+
+    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
+        """Return the messages that request a transcript of a sound; `language` is ignored.
+
+        context: the request's text; "" for `request`.
+        """
+        del language  # there is none
+        said = context or self.request
+        text = [{"type": "text", "text": said}] if said else []
+        return [{"role": "user", "content": [{"type": AUDIO}, *text]}]
+
+
 class Qwen2AudioProcessor(SoundProcessor):
     """Processor of Qwen2AudioForConditionalGeneration: one window for each sound; the prompt has only the embeddings of
     the sound itself, not those of the silence after it.
@@ -188,13 +218,6 @@ class Qwen2AudioProcessor(SoundProcessor):
         # The second convolution has stride 2; then pairs are averaged.
         positions = (frames_of(sound) - 1) // 2 + 1
         return (positions - 2) // 2 + 1
-
-    def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (columns, rows) of a sound with num_frames frames: one column, i32[1, num_frames], 0 within the sound
-        and -1 after it, and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after them.
-        """
-        frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
-        return np.where(frames < frames_of(sound), 0, -1)[None].astype(np.int32), cut(rows, self.num_rows(sound))
 
 
 def check_length(sound: Sound, most: int) -> None:
@@ -252,14 +275,17 @@ class Qwen3SoundProcessor(SoundProcessor):
         """Return (columns, rows) of a sound with num_frames frames: one column, i32[1, num_frames], 0 within the sound
         and -1 after it, and the rows of `_rows`.
         """
-        held = self.num_samples(sound) // HOP
-        return np.where(np.arange(num_frames) < held, 0, -1)[None].astype(np.int32), self._rows(sound)
+        return super().placed(sound, num_frames)[0], self._rows(sound)
+
+    def held(self, sound: Sound) -> int:
+        """Return the number of frames of a sound, padded to at least `least` samples."""
+        return self.num_samples(sound) // HOP
 
     def _rows(self, sound: Sound) -> np.ndarray:
         """Return i32[num_chunks * num_slots]: the index, among the sound's embeddings, of each row of the tower; -1 for
         rows that begin after the last frame of the chunk or of the sound.
         """
-        chunk, held = self.chunk, self.num_samples(sound) // HOP
+        chunk, held = self.chunk, self.held(sound)
         first = np.arange(-(-held // chunk))[:, None] * chunk
         begins = np.arange(self.tower.num_slots) * self.tower.stride
         is_row = (begins < chunk) & (first + begins < held)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, check_options
-from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, check_options, tiles_of
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields
 
 _BICUBIC = 3
@@ -81,9 +81,7 @@ class TilesProcessor(UnitProcessor):
         """Read and set the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits
         out of range.
         """
-        size = read_size(fields, "size", ("height", "width"))
-        if set(size.values()) != {self.side}:
-            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.check_square(fields)
         self.min_tiles, self.max_tiles = fields.integer("min_patches"), fields.integer("max_patches")
         if self.max_tiles > MAX_TILES or self.min_tiles > self.max_tiles:
             raise fields.fail("max_patches", f"from min_patches {self.min_tiles} to {MAX_TILES}")
@@ -113,7 +111,7 @@ class TilesProcessor(UnitProcessor):
         side, resize = self.side, self.pixels.resized
         rows, columns = self._tiling_for(picture.shape[0], picture.shape[1], options)
         whole = resize(picture, rows * side, columns * side)
-        tiles = list(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        tiles = tiles_of(whole, rows, columns)
         if len(tiles) > 1 and self.adds_whole:
             tiles.append(resize(picture, side, side))
         return tiles, (rows, columns)

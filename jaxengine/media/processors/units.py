@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.grids import check_ratio, learned_places
 from jaxengine.media.processors.settings import (
     IMAGES,
     MAX_SIDE,
@@ -62,7 +62,7 @@ def check_placeholders(modality: str, shown: str | int, found: int, given: int) 
 class UnitProcessor:
     """Base class of a MediaProcessor that cuts images into units.
 
-    A subclass implements `units`, the squares of an image, and `pieces`, its tokens in the prompt.
+    A subclass implements `units`, the squares of an image, and may override `pieces`, its tokens in the prompt.
 
     Args:
       folder: of the checkpoint.
@@ -80,6 +80,8 @@ class UnitProcessor:
     # transformers' defaults of missing settings, and of missing fields of config.json.
     defaults: Mapping[str, Any] = {}
     config_defaults: Mapping[str, Any] = {}
+    # Fields of config.json with the token of images, of which the first counts that it has.
+    token_names: tuple[str, ...] = ("image_token_id",)
     # Copy of the processor with the pixel transform of videos' frames, of families that take videos.
     of_frames: Any = None
     # Where settings are, as read_settings takes them, and whether the checkpoint must have some.
@@ -122,6 +124,11 @@ class UnitProcessor:
         for invalid ones.
         """
 
+    def check_square(self, fields: ConfigFields) -> None:
+        """Raise ModelConfigError unless the setting `size` is the tower's square."""
+        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
+            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+
     def reads_frames(self, folder: Path) -> bool:
         """Read the settings of videos, set `of_frames`, and return True; return False for settings that are invalid, or
         with which a frame is no square of the tower: such videos are not supported.
@@ -142,9 +149,11 @@ class UnitProcessor:
         of_frames.pixels = pixels
         self.of_frames, self.settings = of_frames, f"{self.settings} {pixels!r}"
 
-    @abstractmethod
     def placeholder_id(self) -> int:
-        """Return the id of the token that stands for one image in a prompt."""
+        """Return the id of the token that stands for one image in a prompt; in this class that of `token_names`. Raises
+        ModelConfigError if it is missing or invalid.
+        """
+        return self.token_id(*self.token_names)
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
@@ -162,9 +171,9 @@ class UnitProcessor:
         del height, width, options
         return 0
 
-    @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`) in the prompt, with `image_id` for each of its embeddings."""
+        """Return the tokens of an image (`item`) in the prompt; in this class `image_id` for each of its embeddings."""
+        return [self.image_id] * item.num_rows
 
     def pieces_of(self, modality: str, item: Processed, number: int) -> list[int]:
         """Return the tokens of an image or a video in the prompt. number: that of the item among those of its modality,
@@ -211,6 +220,10 @@ class UnitProcessor:
         if found >= self.vocab_size:
             raise self.config_fields.fail(name, f"a token id below vocab_size {self.vocab_size}")
         return found
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around it. Needs the tokenizer."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def placeholder(self, modality: str) -> str:
         """Return the text of the modality's placeholder token. Needs the tokenizer."""
@@ -260,8 +273,13 @@ class UnitProcessor:
         return frames
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels."""
-        return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
+        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels; for "video" of
+        one of num_frames (LARGEST_FRAMES if None) frames, whatever the size.
+        """
+        shape = size or self.largest_size()
+        if modality == "video":
+            shape = num_frames or LARGEST_FRAMES, self.side, self.side
+        return self.process(modality, np.zeros((*shape, 3), np.uint8), {})
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its units in one
@@ -334,6 +352,22 @@ class UnitProcessor:
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
         return np.ascontiguousarray(cut.transpose(0, 1, 3, 5, 2, 4)).reshape(count * side * side, -1)
 
+    def _placed(self, units: Iterable[np.ndarray], count: int, across: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the patches, f32[P, F], and learned positions, i32[1, P], of `count` units of any shape, f32[H, W, 3],
+        each in the upper left corner of a square of `across` patches a side, line by line. Where a unit has no patch
+        there are zeros, and -1. Pixels at the right and at the bottom that fill no patch are left out.
+        """
+        patch, side = self.patch, self.tower.vit.grid
+        patches = np.zeros((count, self.tower.unit, self.tower.num_features), np.float32)
+        places = np.full((count, self.tower.unit), -1, np.int32)
+        for number, unit in enumerate(units):
+            high, wide = unit.shape[0] // patch, unit.shape[1] // patch
+            cut = unit[: high * patch, : wide * patch].reshape(high, patch, wide, patch, 3).transpose(0, 2, 4, 1, 3)
+            at = (np.arange(high)[:, None] * across + np.arange(wide)).ravel()
+            patches[number, at] = cut.reshape(high * wide, -1)
+            places[number, at] = (learned_places(high, side)[:, None] * side + learned_places(wide, side)).ravel()
+        return patches.reshape(-1, patches.shape[2]), places.reshape(1, -1)
+
 
 class FrameUnits(UnitProcessor):
     """Base class of a UnitProcessor that also takes videos, each frame of which is resized to one unit."""
@@ -341,7 +375,7 @@ class FrameUnits(UnitProcessor):
     modalities: tuple[str, ...] = ("image", "video")
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], or a frames.Video.
+        """Preprocess an image, uint8[H, W, 3], in units, or a frames.Video, each of whose frames is stretched to one.
 
         options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
         options, other values, extreme aspect ratios, and more patches.
@@ -351,14 +385,6 @@ class FrameUnits(UnitProcessor):
         frames = self.checked_frames(modality, value, options, most)
         units = [self.of_frames.pixels.resized(frame, self.side, self.side) for frame in frames]
         return self._processed(self.of_frames._cut(units), 1, len(units))
-
-    def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the image with the most units, or one of `size`, (height, width) in pixels; for "video" a video of
-        num_frames (LARGEST_FRAMES if None) frames, whatever the size.
-        """
-        if modality == "image":
-            return super().largest(modality, size, num_frames)
-        return self.process(modality, np.zeros((num_frames or LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
 
 def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:

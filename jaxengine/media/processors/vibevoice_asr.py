@@ -14,7 +14,7 @@ from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.base.samples import Sound
 from jaxengine.media.processors.log_mel import required_features
 from jaxengine.media.processors.settings import WHOLE
-from jaxengine.media.processors.sounds import SoundProcessor
+from jaxengine.media.processors.sounds import AskedTranscripts, SoundProcessor
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
@@ -27,18 +27,14 @@ _TOKEN = 151648
 _MOST_DECIBELS = 200
 
 
-class VibeVoiceAsrProcessor(SoundProcessor):
-    """Processor of VibeVoiceAsrForConditionalGeneration, which transcribes when it is asked to.
+class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
+    """Processor of VibeVoiceAsrForConditionalGeneration.
 
     Attributes:
-      languages: empty: the request for a transcript names no language.
-      text_mark: None: answers are only text.
       duration: text in prompts in the place of a sound's seconds.
     """
 
     around = ("<|object_ref_start|>", "<|object_ref_end|>")
-    languages: Mapping[str, str] = {}
-    text_mark: str | None = None
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         if config_json.get(self.token_fields[0]) is None:
@@ -136,15 +132,6 @@ class VibeVoiceAsrProcessor(SoundProcessor):
                 )
                 token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return super().expand(token_ids, items)
-
-    def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that request a transcript of a sound; `language` is ignored.
-
-        context: text that may help; "" for none.
-        """
-        del language  # there is none
-        text = [{"type": "text", "text": context}] if context else []
-        return [{"role": "user", "content": [{"type": AUDIO}, *text]}]
 
     def _order(self, num_frames: int) -> np.ndarray:
         """Return the number of the frame at each place of all windows, i64[P]."""

@@ -17,7 +17,8 @@ _num_starts = 0
 
 @contextlib.contextmanager
 def few_collections() -> Iterator[None]:
-    """Let the interpreter collect garbage seldom, until the last of the starts that do so side by side has ended.
+    """Context manager in which the interpreter looks for garbage after _MANY new objects, unless it does so later or
+    never already; the last of concurrent contexts to end restores the thresholds.
 
     Tracing makes objects by the hundred thousand that live until they are compiled. Collections look at each of them,
     and the full ones at all modules, and find next to nothing.

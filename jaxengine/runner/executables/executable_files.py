@@ -154,19 +154,8 @@ class ShippedFiles:
         written to it.
         """
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))  # raises for a missing folder, which the walk would make
-        self._by_owner, user = by_owner, os.geteuid()
-        at, sealed = _walk(path.absolute(), user)
-        try:
-            status = os.fstat(at)
-            if by_owner and (status.st_mode & _OTHERS_WRITE or status.st_uid not in (user, ROOT)):
-                raise NotTrusted(f"{path} is {_described(status)}")
-            if by_owner and status.st_uid != user and not sealed:
-                raise NotTrusted(f"{path} is root's, but others than root may write to a folder above it")
-            descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at)
-        finally:
-            os.close(at)
-        self._folder = _Folder(path, descriptor, status.st_uid, None)
-        weakref.finalize(self, os.close, descriptor)
+        self._by_owner, self._folder = by_owner, _opened(path, by_owner=by_owner)
+        weakref.finalize(self, os.close, self._folder.descriptor)
 
     def read(self, name: str, most: int) -> bytes:
         """Return the bytes of a file. Raises OSError, also for a file of more than `most` bytes, and NotTrusted if it
@@ -320,24 +309,32 @@ def _open_folder(path: Path) -> _Folder:
     The caller closes its descriptor. Raises OSError if the folder cannot be opened or made, or its key cannot be read
     or made, and NotTrusted if others may have written to it.
     """
-    user = os.geteuid()
-    at, sealed = _walk(path, user)
-    try:
-        status = os.fstat(at)
-        if status.st_mode & _OTHERS_WRITE or status.st_uid not in (user, ROOT):
-            raise NotTrusted(f"{path} is {_described(status)}")
-        if status.st_uid != user and not sealed:
-            raise NotTrusted(f"{path} is root's, but others than root may write to a folder above it")
-        folder = _Folder(path, os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at), status.st_uid, None)
-    finally:
-        os.close(at)
-    if status.st_uid != user:
+    folder = _opened(path, by_owner=True)
+    if folder.owner != os.geteuid():
         return folder
     try:
         return folder._replace(key=folder.make_key())
     except BaseException:
         os.close(folder.descriptor)
         raise
+
+
+def _opened(path: Path, *, by_owner: bool) -> _Folder:
+    """Open a folder, and create it if it is missing; return it without a key. The caller closes its descriptor.
+
+    Raises OSError if it cannot be opened or made, and with by_owner NotTrusted if others may have written to it.
+    """
+    user = os.geteuid()
+    at, sealed = _walk(path.absolute(), user)
+    try:
+        status = os.fstat(at)
+        if by_owner and (status.st_mode & _OTHERS_WRITE or status.st_uid not in (user, ROOT)):
+            raise NotTrusted(f"{path} is {_described(status)}")
+        if by_owner and status.st_uid != user and not sealed:
+            raise NotTrusted(f"{path} is root's, but others than root may write to a folder above it")
+        return _Folder(path, os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at), status.st_uid, None)
+    finally:
+        os.close(at)
 
 
 def _walk(path: Path, user: int) -> tuple[int, bool]:

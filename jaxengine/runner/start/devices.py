@@ -136,7 +136,7 @@ def open_stages(
     progress: Progress,
 ) -> list[StageRunner]:
     """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one;
-    return their runners. Closes the source at the end, also on an error.
+    return their runners. Closes the sources of both at the end, also on an error.
 
     devices: devices of all stages, stage after stage. mesh: the caller's mesh in the engine's axes if it decides how
     attention heads are split; else None. progress(done, total, what): called with the bytes of weights loaded so far

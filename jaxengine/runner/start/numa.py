@@ -37,8 +37,8 @@ def bind_process(nodes: Sequence[int] | None, cpus: Sequence[str] | None) -> Non
     threads.
 
     nodes: None for those of all GPUs and TPUs that this process may use. cpus: lists of CPUs, such as "0-3", instead of
-    the nodes'. Raises ConfigError for nodes that this host does not have, for CPUs that the process may not use, if
-    the devices' nodes are not known, and if the system refuses.
+    the nodes'. Raises ConfigError on other systems than Linux, for nodes that this host does not have, for CPUs that
+    the process may not use, if the devices' nodes are not known, and if the system refuses.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("numa_bind", True, "False: it needs Linux")
@@ -63,7 +63,8 @@ def device_nodes(system: Path) -> list[int]:
     """Return the NUMA nodes of the GPUs and TPUs of this host, ascending; only of those that CUDA_VISIBLE_DEVICES or
     TPU_VISIBLE_CHIPS lists by number, if the variable is set.
 
-    system: the folder /sys. Raises ConfigError if there is none, or the node of one is not known.
+    system: the folder /sys. Raises ConfigError if there is none, the node of one is not known, or the variable lists
+    anything else than numbers of these devices.
     """
     found: set[int] = set()
     for vendor, variable in _VENDORS.items():
@@ -123,8 +124,9 @@ def _bind_thread(thread: int, cpus: Iterable[int]) -> None:
 
 
 def _bind_memory(nodes: Sequence[int]) -> None:
-    """Make this thread, and those that it starts, allocate memory on these nodes alone. Raises ConfigError if the
-    system refuses: containers without the capability SYS_NICE do, and all do for nodes without memory.
+    """Make this thread, and those that it starts, allocate memory on these nodes alone. Raises ConfigError for another
+    processor than those of _SET_MEMPOLICY, and if the system refuses: containers without the capability SYS_NICE do,
+    and all do for nodes without memory.
     """
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:

@@ -42,7 +42,7 @@ def test_images_stand_before_the_text(tmp_path):
         made.expand([5, IMAGE], {"image": [item, item]})
     of_bytes(("<im_start>", "<im_end>", "<im_col>", "<im_patch>", "<|image|>")).save(str(tmp_path / "tokenizer.json"))
     made.tokenizer = words = Tokenizer.from_hf_folder(tmp_path)
-    made._tokens = {text: made._ids(text)[0] for text in made._tokens}
+    made._tokens = {text: made.ids(text)[0] for text in made._tokens}
     for text in ("User: <|image|>\nWhy? Assistant:", " User: Why? Assistant:", "User: Why?<|image|> Assistant:"):
         found = made.expand(words.encode(text), {"image": [item]}).token_ids
         assert words.decode(found[-22:]) == " User: Why? Assistant:" and found[-23] == made._tokens["<im_end>"]

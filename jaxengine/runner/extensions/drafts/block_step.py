@@ -51,7 +51,7 @@ def make_block_draft(spec: DraftHeadSpec) -> Callable:
     """
 
     def draft(weights: HeadWeights, kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
-        """Run the head over each row's block and its LM head over the places of all drafts, each once, and draw the
+        """Run the head over each row's block and its LM head at the positions of all drafts, each once, and draw the
         drafts one after the other from these logits.
         """
         buffer, num_drafts = message.reshape(-1), spec.width - 1
@@ -82,8 +82,8 @@ def make_block_draft(spec: DraftHeadSpec) -> Callable:
 def blocks_of(
     batch: ForwardBatch, last_token: jax.Array, mask_token: int, *, from_anchor: bool
 ) -> tuple[ForwardBatch, jax.Array]:
-    """Return the batch of each row's block, the last known token and then masks, and the places that predict the first
-    draft of each row, i32[S]; the others follow.
+    """Return the batch of each row's block, the last known token and then masks, and the index of the token that
+    predicts the first draft of each row, i32[S]; those of the others follow.
 
     batch: of the tokens that a step verifies, a row's last known one and its drafts.
     last_token: i32[S].

@@ -180,6 +180,6 @@ class Drafter(StageExtension):
             self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
 
     def _get(self, program: Program) -> Executable:
-        """Compile or load a program."""
+        """Compile or load a program, and return its executable."""
         how = {"donate": program.donate, "description": self.programs.description}
         return self.executables.get(program.name, program.function, program.arguments, program.results, **how)

@@ -128,8 +128,9 @@ class CrossedEncoder(CrossingEncoder):
         self.runner.change_slots(SEEN, changed, NUM_SLOT_ROWS, self._width)
 
     def _words(self, media: Media | None, rows: Sequence[int]) -> np.ndarray:
-        """Return a slot's columns, i32[1 + 4 M]. An image is attended to from its token on, up to the next image's
-        token; by all tokens after it if there is none, and images that follow each other up to the same token.
+        """Return a slot's columns, i32[1 + 4 M]: the number of images, and their _FIELDS. An image is attended to from
+        its token on, up to the next image's token; by all tokens after it if there is none, and images that follow each
+        other up to the same token.
         """
         fields = np.zeros((_FIELDS, self.most), np.int32)
         items = () if media is None else media.items
