@@ -201,7 +201,9 @@ class MixtureOfExperts(nnx.Module):
         return self.of_picked(x, rows, weights, ids)
 
     def of_picked(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return the result of `__call__` for x [T, D], with experts `ids` i32[T, k] and their `weights` f32[T, k]."""
+        """Return the result of `__call__` for x [T, D], with experts `ids` i32[T, k] and their `weights` f32[T, k], and
+        set `load` as it does.
+        """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             ids = jnp.where(rows.is_token[:, None], ids, self.experts.num_routed)
