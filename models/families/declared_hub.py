@@ -13,7 +13,6 @@ from jaxengine.models.config.declared import AROUND, GROUPS, LAYER, OFFSET, RMS,
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
-from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_experts import ling
 from jaxengine.models.families.declared_mixtures import STEP_NAMES
 from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
@@ -67,13 +66,6 @@ def _refined_web_fields(fields: ConfigFields) -> Mapping[str, Any]:
     assert adapt is not None
     own = ConfigFields(named)
     return {**named, **adapt(own)}
-
-
-def _half_of_neighbours(fields: ConfigFields, head_dim: int) -> Rope:
-    """Return rope that pairs neighbouring elements, for the share `partial_rotary_factor` of each head. Raises
-    ModelConfigError for wrong fields.
-    """
-    return read_rope(fields, head_dim, partial_rotary=True, interleaved=True)
 
 
 def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
@@ -285,7 +277,7 @@ HUB_ROWS: dict[str, Row] = {
             "original_rope": True,
             "pre_seq_len": None,
         },
-        rope=_half_of_neighbours,
+        rope=lambda fields, head_dim: read_rope(fields, head_dim, partial_rotary=True, interleaved=True),
         bias="add_qkv_bias",
         output_bias=False,
         adapt=_chatglm_fields,
