@@ -114,8 +114,8 @@ def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     are no mapping by kind are of FULL layers. Raises ModelConfigError for wrong fields, and for both YaRN and these.
     """
     window, thetas = fields.value("sliding_window", None), (fields.number("rope_theta"), fields.number(_LOCAL))
-    listed = {each for each in window if each is not None} if isinstance(window, list) else {window} - {None}
-    if len(listed) > 1 or any(type(each) is not int or each < 1 for each in listed):
+    listed = [each for each in (window if isinstance(window, list) else [window]) if each is not None]
+    if any(type(each) is not int or each < 1 for each in listed) or len(set(listed)) > 1:
         raise fields.fail("sliding_window", "an integer >= 1, or a list of one such number and null")
     plain = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
     if (own := fields.mapping("rope_parameters") or fields.mapping("rope_scaling")) and FULL not in own:
@@ -128,7 +128,7 @@ def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
         plain[0] |= {"truncate": False}
     return {
         "layer_types": list(layer_kinds(fields, fields.integer("sliding_window_pattern", 8))),
-        "sliding_window": listed.pop() if listed else fields.integer("window_size", 128),
+        "sliding_window": listed[0] if listed else fields.integer("window_size", 128),
         "rope_parameters": own if own and FULL in own else {FULL: plain[0], SLIDING: plain[1]},
         "rope_scaling": None,
     }
