@@ -100,12 +100,12 @@ class ResidualConv(nnx.Module):
         return (x.astype(jnp.float32) + mixed).astype(x.dtype), windows
 
 
-def taps_of_layers(model: Any, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
+def taps_of_layers(self: Any, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
     """Return the result of `taps_within` for each layer, [T, L, kernel], in the dtype of x. It is the method
     `make_layer_inputs` of decoders.
     """
-    within = taps_within(batch.positions, rows.is_token, model.config.layer_input_size).astype(x.dtype)
-    return jnp.broadcast_to(within[:, None], (len(within), model.config.num_layers, within.shape[1]))
+    within = taps_within(batch.positions, rows.is_token, self.config.layer_input_size).astype(x.dtype)
+    return jnp.broadcast_to(within[:, None], (len(within), self.config.num_layers, within.shape[1]))
 
 
 def taps_within(positions: jax.Array, is_token: jax.Array, kernel: int) -> jax.Array:

@@ -23,11 +23,11 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
-def first_stream(model: Any, x: jax.Array, batch: Any) -> jax.Array:
+def first_stream(self: Any, x: jax.Array, batch: Any) -> jax.Array:
     """Return a step's embeddings x [T, D] as hidden states [T, A * D]: the first of a token, beside zeros. It is the
     method `first_input` of decoders.
     """
-    return jnp.pad(x, ((0, 0), (0, model.config.stream_size - x.shape[1])))
+    return jnp.pad(x, ((0, 0), (0, self.config.stream_size - x.shape[1])))
 
 
 class StreamMix(nnx.Module):
