@@ -164,7 +164,8 @@ _STEMS = {
 
 def usual_name(architecture: str) -> str:
     """Return the class name under which an architecture's family is registered. A name in _OTHER_NAMES is replaced as a
-    whole; of other names a beginning in _STEMS is replaced and the rest kept. Other names are returned unchanged.
+    whole; of other names a beginning in _STEMS that For, Model or Encoder follows, and the rest is kept. Others are
+    returned unchanged.
     """
     if architecture in _OTHER_NAMES:
         return _OTHER_NAMES[architecture]

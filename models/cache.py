@@ -252,8 +252,8 @@ def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     """Return the spec of one device's pool that holds `num_pages` pages of any group. The spec's own num_pages is the
     number of the pool's rows, a multiple of that.
 
-    If no layer has pages, it is the Paged.nothing of a group. If pages differ, its rows have one KV head that is wide
-    enough for all layers. Raises ValueError if pages differ and have scales of tokens.
+    If no layer has pages, it is the first group's Paged.nothing, whatever `num_pages`. If pages differ, its rows have
+    one KV head that is wide enough for all layers. Raises ValueError if pages differ and have scales of tokens.
     """
     if not (specs := _specs(groups)):
         return next(group.nothing for group in paged_groups(groups) if group.nothing is not None)

@@ -228,7 +228,8 @@ def read_gguf(
 
 
 def build_model(config: ModelConfig, build: Build) -> CausalLM:
-    """Return the model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
+    """Return the model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params. It
+    has its family's class or, with `build.exact`, the `exact_class` of that.
 
     Raises ValueError for a mesh that cannot split its weights, and ModelConfigError, a subclass, for a config that its
     family or its quantization cannot build.
@@ -317,7 +318,8 @@ def _as_stored(config: ModelConfig, build: Build) -> Build:
 
 
 def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
-    """Return the tensor-parallel sizes from 1 to `limit` for which `mesh_for(size)` splits the model evenly, ascending.
+    """Return the tensor-parallel sizes from 1 to `limit` for which the model can be built and `mesh_for(size)` splits
+    it evenly, ascending.
 
     Raises ModelConfigError for an unknown architecture; errors of `mesh_for` are passed on.
     """

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.bert import NORM_SUFFIXES, BertModel
-from jaxengine.models.families.electra import ProjectedEmbeddings
+from jaxengine.models.families.electra import ProjectedEmbeddings, read_embedding_size
 from jaxengine.models.layers.encoder import EncoderNames
 from jaxengine.models.params.source import CheckpointNames
 
@@ -43,16 +43,11 @@ class AlbertModel(BertModel):
         defaults = {"hidden_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 64, "intermediate_size": 16384}
         fields = fields.with_defaults(vocab_size=30000, hidden_act="gelu_new", **defaults)
         shape = super().read_hf(fields)
-        size = fields.integer("embedding_size", 128)
-        if size > MAX_HIDDEN:
-            raise fields.fail("embedding_size", f"at most {MAX_HIDDEN}")
-        return shape | {"encoder": shape["encoder"]._replace(embedding_size=size)}
+        return shape | {"encoder": shape["encoder"]._replace(embedding_size=read_embedding_size(fields))}
 
     def make_embedding(self, build: Build) -> ProjectedEmbeddings:
-        assert self.config.encoder is not None
-        sizes = self.config.encoder.embedding_size, self.config.hidden_size
         source = "model.encoder.embedding_hidden_mapping_in"
-        return ProjectedEmbeddings(super().make_embedding(build), *sizes, source=source, build=build)
+        return ProjectedEmbeddings(super().make_embedding(build), self.config, source=source, build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         """Return the one module that serves as every layer. It is built, and stored, when the stage's first layer is

@@ -7,8 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -18,9 +16,8 @@ from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen2_moe import gated_experts
 from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM, hybrid_fields
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.states.delta_net import APART, CONVS, GatedDeltaNet
-from jaxengine.models.layers.streams.block_residuals import BlockResidualLayer, StreamMix
+from jaxengine.models.layers.streams.block_residuals import BlockResidualLayer, StreamMix, first_stream
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
@@ -51,6 +48,7 @@ class AliceAIForCausalLM(Qwen3NextForCausalLM):
     difference from one. Layers that predict further tokens are not read.
     """
 
+    first_input = first_stream
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         squeezed=CONVS,
         raveled=(".A_log", "_res_proj.weight"),
@@ -106,7 +104,3 @@ class AliceAIForCausalLM(Qwen3NextForCausalLM):
         count = 1 + parts.num_finished(self.config.num_layers)
         options: dict[str, Any] = {"norm": "model.norm", "build": build, "norm_class": self.norm_class}
         return StreamMix(self.config, count, name=name, **options)
-
-    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as hidden states [T, A * D]: the first of a token, beside zeros."""
-        return jnp.pad(x, ((0, 0), (0, self.config.stream_size - x.shape[1])))

@@ -18,6 +18,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.attention.mla import times_gate
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -80,8 +81,7 @@ class Axk2Attention(SparseLatentAttention):
         """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates of the latent of queries, as `normed`
         returns it, one for each element. Computed in float32; returned in the dtype of o.
         """
-        gate = jax.nn.sigmoid(self.gate(q_latent, step.rows).astype(jnp.float32))
-        return (o.astype(jnp.float32) * gate).astype(o.dtype)
+        return times_gate(o, self.gate(q_latent, step.rows).astype(jnp.float32))
 
 
 class AXK2ForCausalLM(DeepseekV32ForCausalLM):

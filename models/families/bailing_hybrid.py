@@ -100,7 +100,7 @@ def grouped_kinds(fields: ConfigFields, every: int) -> list[str]:
 
 def whole_ropes(fields: ConfigFields) -> ConfigFields:
     """Return the fields without `partial_rotary_factor`, also in ropes: latent attention has a rotated part of its own,
-    all of which is rotated.
+    all of which is rotated. Raises ModelConfigError for a rope that is no mapping.
     """
     raw = {name: value for name, value in fields.raw.items() if name != _PARTIAL}
     for name in ("rope_parameters", "rope_scaling"):

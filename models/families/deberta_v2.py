@@ -7,8 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -16,17 +14,15 @@ from jaxengine.models.config.encoder import C2P, P2C, Disentangled, EncoderConfi
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.families.bert import BASE, NAMES, NORM_SUFFIXES
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.disentangled import (
     DisentangledAttention,
     DistanceEmbeddings,
     HeadwiseAttention,
 )
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
-from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.encoder import HIDDEN_ACT, ConvolvedLayer, EncoderNames, NamedEncoder, encoder_fields
-from jaxengine.models.layers.states.short_conv import taps_within
+from jaxengine.models.layers.states.short_conv import taps_of_layers
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
@@ -44,6 +40,7 @@ _XLARGE = {
 class DebertaV2Model(NamedEncoder):
     """BERT's encoder with DisentangledAttention, whose embeddings of distances all layers share."""
 
+    make_layer_inputs = taps_of_layers
     names: ClassVar[EncoderNames] = NAMES._replace(
         qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
     )
@@ -129,11 +126,6 @@ class DebertaV2Model(NamedEncoder):
         kernel, activation = encoder.convolution
         size, eps, source = self.config.hidden_size, self.config.rms_norm_eps, "model.encoder.conv"
         return ConvolvedLayer(made, kernel, activation, size, eps, source=source, build=build)
-
-    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
-        """Return the result of `taps_within` for each layer, [T, L, kernel], in the dtype of x."""
-        within = taps_within(batch.positions, rows.is_token, self.config.layer_input_size).astype(x.dtype)
-        return jnp.broadcast_to(within[:, None], (len(within), self.config.num_layers, within.shape[1]))
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
         """Return the module that scores labels, with a dense layer and the activation `pooler_hidden_act` before the

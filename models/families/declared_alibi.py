@@ -89,7 +89,7 @@ def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention, with ALiBi slopes if `alibi` is true."""
+    """Return the layer's attention, with ALiBi slopes if `alibi`, which `_baichuan_fields` gives, is true."""
     return _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
 
 

@@ -46,7 +46,8 @@ ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
 
 def sliding_but(every: int, name: str = "") -> Any:
     """Return a function for Row.adapt that gives `layer_types`. If they are not listed, every `every`-th layer is FULL
-    and the others are SLIDING; the field `name`, if it is given and present, contains that period instead.
+    and the others are SLIDING; the field `name`, if it is given and present, contains that period instead. The function
+    raises ModelConfigError for wrong fields.
     """
 
     def adapt(fields: ConfigFields) -> Mapping[str, Any]:

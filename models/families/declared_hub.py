@@ -13,7 +13,6 @@ from jaxengine.models.config.declared import AROUND, GROUPS, LAYER, OFFSET, RMS,
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
-from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_experts import ling
 from jaxengine.models.families.declared_mixtures import STEP_NAMES
 from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
@@ -69,13 +68,6 @@ def _refined_web_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {**named, **adapt(own)}
 
 
-def _half_of_neighbours(fields: ConfigFields, head_dim: int) -> Rope:
-    """Return rope that pairs neighbouring elements, for the share `partial_rotary_factor` of each head. Raises
-    ModelConfigError for wrong fields.
-    """
-    return read_rope(fields, head_dim, partial_rotary=True, interleaved=True)
-
-
 def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
     """Return the ExpertsConfig of experts with softmax scores and a shared MLP, after `first_k_dense_replace` dense
     layers (none by default); None for a model without `n_routed_experts`. Raises ModelConfigError for wrong fields, and
@@ -122,8 +114,8 @@ def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     are no mapping by kind are of FULL layers. Raises ModelConfigError for wrong fields, and for both YaRN and these.
     """
     window, thetas = fields.value("sliding_window", None), (fields.number("rope_theta"), fields.number(_LOCAL))
-    listed = {each for each in window if each is not None} if isinstance(window, list) else {window} - {None}
-    if len(listed) > 1 or any(type(each) is not int or each < 1 for each in listed):
+    listed = [each for each in (window if isinstance(window, list) else [window]) if each is not None]
+    if any(type(each) is not int or each < 1 for each in listed) or len(set(listed)) > 1:
         raise fields.fail("sliding_window", "an integer >= 1, or a list of one such number and null")
     plain = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
     if (own := fields.mapping("rope_parameters") or fields.mapping("rope_scaling")) and FULL not in own:
@@ -136,7 +128,7 @@ def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
         plain[0] |= {"truncate": False}
     return {
         "layer_types": list(layer_kinds(fields, fields.integer("sliding_window_pattern", 8))),
-        "sliding_window": listed.pop() if listed else fields.integer("window_size", 128),
+        "sliding_window": listed[0] if listed else fields.integer("window_size", 128),
         "rope_parameters": own if own and FULL in own else {FULL: plain[0], SLIDING: plain[1]},
         "rope_scaling": None,
     }
@@ -285,7 +277,7 @@ HUB_ROWS: dict[str, Row] = {
             "original_rope": True,
             "pre_seq_len": None,
         },
-        rope=_half_of_neighbours,
+        rope=lambda fields, head_dim: read_rope(fields, head_dim, partial_rotary=True, interleaved=True),
         bias="add_qkv_bias",
         output_bias=False,
         adapt=_chatglm_fields,

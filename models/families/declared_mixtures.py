@@ -21,6 +21,7 @@ from jaxengine.models.families.declared_row import (
     rope_in_windows,
     softmax_experts,
 )
+from jaxengine.models.families.gemma2 import read_cap
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames
@@ -67,8 +68,8 @@ def _flint_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _flint_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts with sigmoid scores and a shared MLP. Raises ModelConfigError for wrong
-    fields.
+    """Return the ExpertsConfig of experts with sigmoid scores and a shared MLP, in all layers but those of
+    `dense_layers`. Raises ModelConfigError for wrong fields.
     """
     own, size = softmax_experts(fields), fields.integer("shared_expert_intermediate_size")
     return replace(own, scoring_func="sigmoid", dense_layers=dense_layers(fields), shared_intermediate_size=size)
@@ -309,14 +310,6 @@ def _beam_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
     return own if own.rope is not None else replace(own, temperature=TemperatureTuning(2048.0, 0.1, 1, power=True))
 
 
-def _beam_cap(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the cap of logits, `final_logit_softcapping`: 30 if it is absent, none if it is null. Raises
-    ModelConfigError for a value that is not a number > 0.
-    """
-    name = "final_logit_softcapping"
-    return {"logit_soft_cap": fields.number(name, None if name in fields.raw else 30.0)}
-
-
 # Keys are the class names that config.json lists under "architectures".
 MIXTURE_ROWS: dict[str, Row] = {
     "DbrxForCausalLM": Row(
@@ -388,7 +381,7 @@ MIXTURE_ROWS: dict[str, Row] = {
         grouped=True,
         adapt=_beam_fields,
         each_layer=_beam_layer,
-        more=_beam_cap,
+        more=lambda fields: {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", 30.0)},
         experts=sigmoid_experts,
         **_UNBIASED,
     ),

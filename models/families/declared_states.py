@@ -32,13 +32,13 @@ from jaxengine.models.config.state import (
     read_state_space,
 )
 from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads, softmax_experts
+from jaxengine.models.families.declared_rows import EPSILON
 from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.experts.moe import ExpertNames
 
 # Default of the longest context, which sizes page tables. A model without attention does not limit it.
 MAX_POSITIONS = 131_072
 SQUEEZED = (".conv1d.weight",)
-EPSILON = {"layer_norm_epsilon": EPS}
 _BACKBONE = tuple(
     (f"backbone.{old}.", f"model.{new}.")
     for old, new in (

@@ -21,7 +21,6 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.llama import LAYER, gated_fields
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.blocks.compressed import CompressedAttention
 from jaxengine.models.layers.base.activations import ACTIVATIONS
@@ -29,7 +28,7 @@ from jaxengine.models.layers.base.mlp import OfClamped
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import ExpertNames, GivenExperts, MixtureOfExperts
-from jaxengine.models.layers.streams.hyper_connections import HyperConnection, JoinedStreams
+from jaxengine.models.layers.streams.hyper_connections import HyperConnection, JoinedStreams, equal_streams
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -147,6 +146,7 @@ class DeepseekV4Layer(nnx.Module):
 class DeepseekV4ForCausalLM(Decoder):
     """Decoder of DeepseekV4Layers, which pass on A hidden states of each token, [T, A * D]."""
 
+    first_input = equal_streams
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("layers.", "model.layers."),
@@ -208,10 +208,6 @@ class DeepseekV4ForCausalLM(Decoder):
 
     def make_norm(self, build: Build) -> nnx.Module:
         return JoinedStreams(self.config, super().make_norm(build), name="model.hc_head.hc_")
-
-    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""
-        return jnp.tile(x, (1, self.config.num_streams))
 
 
 def read_experts(fields: ConfigFields) -> ExpertsConfig:

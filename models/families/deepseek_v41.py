@@ -174,8 +174,10 @@ class _Schedule:
         self.source = self._read_source()
 
     def _read_ratios(self, count: int) -> list[int]:
-        """Return the number of tokens of a block in each layer, 0 for a layer without blocks. Without the field it is
-        transformers' default.
+        """Return the number of tokens of a block in each of `count` layers, 0 for a layer without blocks. Entries of
+        the field after the last layer's are left out. Without the field it is 0 for two layers, then 2 for half of the
+        others, rounded up, and 1 for the rest; for 40 layers the released schedule. Raises ModelConfigError for a wrong
+        or too short list.
         """
         given = self.fields.value(_RATIOS, None)
         if given is None:
@@ -188,7 +190,10 @@ class _Schedule:
         return given[:count]
 
     def _read_source(self) -> int | None:
-        """Return the number of the layer that chooses candidates, None for none: by default the last owner of keys."""
+        """Return the number of the layer that chooses candidates, by default the last owner of keys; None for a number
+        below 0, and without owners. Raises ModelConfigError for a layer that does not select, and if the layers that
+        select from it on differ in tokens of a block.
+        """
         default = self.owners[-1] if self.owners else -1
         source = self.fields.value(_CANDIDATES, default)
         if type(source) is not int:
@@ -203,7 +208,10 @@ class _Schedule:
         return source
 
     def layer(self, number: int, attention: LayerAttention, ngrams: NgramMemory | None) -> LayerAttention:
-        """Return `attention` with what the layer number `number` computes and uses."""
+        """Return `attention` with what the layer number `number` computes and uses: SharedKeys as its state, and the
+        layers whose keys and selection it reads. ngrams: the model's memory of n-grams, None for none. Raises
+        ModelConfigError for wrong fields.
+        """
         fields, ratio = self.fields, self.ratios[number]
         owned, selects = number in self.owners, number in self.selectors
         candidates, source = None, None if selects else _latest(self.selectors, number)

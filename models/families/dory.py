@@ -24,7 +24,7 @@ from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.embedding import vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.layers.base.norm import UnitNorm, unit
+from jaxengine.models.layers.base.norm import NormOfFirst, UnitNorm, unit
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.looped import share_blocks
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -177,13 +177,6 @@ class DoryLayer(nnx.Module):
         return jnp.concatenate([hidden, start], axis=-1), kv
 
 
-class FirstHalfUnitNorm(nnx.Module):
-    """`unit` of the first of two hidden states side by side: [T, 2 * D] -> [T, D]."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return unit(jnp.split(x, 2, axis=-1)[0])
-
-
 class DoryForCausalLM(Decoder):
     """Decoder of DoryLayers. Those of a stage that run the same block have its weights, and its pools for adapters,
     once, in the first of them. Learned factors multiply the logits.
@@ -235,7 +228,7 @@ class DoryForCausalLM(Decoder):
         return DoryLayer(DoryBlock(self.config, layer, stored), self.config.loops.loop(layer))
 
     def make_norm(self, build: Build) -> nnx.Module:
-        return FirstHalfUnitNorm()
+        return NormOfFirst(UnitNorm(), 2)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
         """Return a step's embeddings x [T, D] twice, side by side. The second ones are not read."""

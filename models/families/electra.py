@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.families.bert import NAMES, NORM_SUFFIXES, BertModel
 from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
@@ -26,10 +27,12 @@ _SMALL = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 102
 class ProjectedEmbeddings(nnx.Module):
     """Embeddings of `inner`, [T, E], projected to hidden states [T, D]."""
 
-    def __init__(self, inner: EncoderEmbeddings, size: int, hidden_size: int, *, source: str, build: Build):
-        self.inner, own = inner, Source(source, hidden_size)
+    def __init__(self, inner: EncoderEmbeddings, config: ModelConfig, *, source: str, build: Build):
+        assert config.encoder is not None
+        self.inner, own = inner, Source(source, config.hidden_size)
         # Replicated on every device, like the other tables of an encoder.
-        self.project = Linear(size, (own,), axes=("embed", "labels"), bias=True, build=build)
+        axes = "embed", "labels"
+        self.project = Linear(config.encoder.embedding_size, (own,), axes=axes, bias=True, build=build)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Return hidden states [T, D] of tokens i32[T], whose ids include their types, at positions i32[T]."""
@@ -41,9 +44,18 @@ class ProjectedEmbeddings(nnx.Module):
         return self.inner.tokens
 
 
+def read_embedding_size(fields: ConfigFields, name: str = "embedding_size", default: int = 128) -> int:
+    """Return the field `name`, the width of embeddings. Raises ModelConfigError unless it is from 1 to MAX_HIDDEN."""
+    size: int = fields.integer(name, default)
+    if size > MAX_HIDDEN:
+        raise fields.fail(name, f"at most {MAX_HIDDEN}")
+    return size
+
+
 class ElectraModel(BertModel):
     """BERT's encoder, with a dense layer, GELU and scores of labels if it classifies."""
 
+    masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = NAMES._replace(
         dense="model.classifier.dense",
         labels="model.classifier.out_proj",
@@ -65,20 +77,11 @@ class ElectraModel(BertModel):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**_SMALL)
         shape = super().read_hf(fields)
-        size = fields.integer("embedding_size", 128)
-        if size > MAX_HIDDEN:
-            raise fields.fail("embedding_size", f"at most {MAX_HIDDEN}")
-        return shape | {"encoder": shape["encoder"]._replace(embedding_size=size)}
+        return shape | {"encoder": shape["encoder"]._replace(embedding_size=read_embedding_size(fields))}
 
     def make_embedding(self, build: Build) -> Any:
         assert self.config.encoder is not None
         inner, size = super().make_embedding(build), self.config.encoder.embedding_size
         if size == self.config.hidden_size:
             return inner
-        source = "model.embeddings_project"
-        return ProjectedEmbeddings(inner, size, self.config.hidden_size, source=source, build=build)
-
-    @property
-    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        """GELU, whatever `hidden_act` says."""
-        return gelu
+        return ProjectedEmbeddings(inner, self.config, source="model.embeddings_project", build=build)

@@ -92,6 +92,6 @@ class EuroBertModel(LlamaForCausalLM):
 
     @property
     def _dense_first(self) -> bool:
-        """Whether the dense layer of a classifier comes before the pooling."""
+        """Flag: whether the dense layer of a classifier comes before the pooling."""
         assert self.config.encoder is not None
         return self.config.encoder.dense_first

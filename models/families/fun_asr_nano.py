@@ -18,7 +18,6 @@ class FunAsrNanoForConditionalGeneration(Qwen2AudioForConditionalGeneration):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # transformers reads this field of the wrapper alone.
-        tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
-        text = {**(fields.mapping("text_config") or {}), **tied}
-        shared = read_sound_text(ConfigFields({**fields.raw, "text_config": text}), {"model_type": "qwen3"})
+        tied = fields.boolean("tie_word_embeddings", True)
+        shared = read_sound_text(fields, {"model_type": "qwen3"}, tied)
         return shared | {"tower": read_fun_asr_nano(fields, shared["hidden_size"])}

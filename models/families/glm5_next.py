@@ -7,28 +7,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex, LayerAttention
-from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, read_each_layer, text_fields
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
-from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer
+from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer, read_connections
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM, read_lower_bound
 from jaxengine.models.families.llama import LAYER, gated_fields
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP, OfClamped
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import CONVS, JOINED
-from jaxengine.models.layers.streams.hyper_connections import MeanOfStreams
+from jaxengine.models.layers.streams.hyper_connections import MeanOfStreams, equal_streams
 from jaxengine.models.params.source import CheckpointNames
 
 INDEXED = "indexed_attention"
@@ -71,6 +68,7 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
     A * D]. The vision tower is not read.
     """
 
+    first_input = equal_streams
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.language_model.", "model."),),
         suffixes=((_GATE, f"{_GATE}.weight"),),
@@ -100,11 +98,7 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
         return shared | {
             "attention": tuple(_of_kind(each, kind, index, state) for each, kind in layers),
             "experts": replace(sigmoid_experts(fields), swiglu_limit=fields.number("swiglu_limit", 10.0)),
-            "hyper_connections": HyperConnections(
-                num_streams=fields.integer("hc_mult", 4),
-                rounds=fields.integer("hc_sinkhorn_iters", 20),
-                eps=fields.number("hc_eps", 1e-6),
-            ),
+            "hyper_connections": read_connections(fields),
         }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
@@ -131,10 +125,6 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
 
     def make_norm(self, build: Build) -> nnx.Module:
         return MeanOfStreams(self.config, super().make_norm(build))
-
-    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""
-        return jnp.tile(x, (1, self.config.num_streams))
 
 
 def _of_kind(attention: LayerAttention, kind: str, index: KeyIndex, state: GatedDelta) -> LayerAttention:

@@ -30,7 +30,5 @@ class GlmAsrForConditionalGeneration(Qwen2AudioForConditionalGeneration):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # transformers reads this field of the wrapper alone.
-        tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
-        text = {**(fields.mapping("text_config") or {}), **tied}
-        shared = read_sound_text(ConfigFields({**fields.raw, "text_config": text}), _DEFAULTS)
-        return shared | {"tower": read_glmasr(fields)}
+        tied = fields.boolean("tie_word_embeddings", True)
+        return read_sound_text(fields, _DEFAULTS, tied) | {"tower": read_glmasr(fields)}

@@ -4,18 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope, RopeScaling
-from jaxengine.models.layers.base.mlp import GatedMLP, gelu
+from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, rotated_fields
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
@@ -26,6 +24,7 @@ LAYER = "model.encoder.layer.{layer}"
 class GteModel(NamedEncoder):
     """Post-norm encoder with rope and gated MLPs, with a dense layer, tanh and scores of labels if it classifies."""
 
+    masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = EncoderNames(
         layer=LAYER,
         qkv=("attention.qkv_proj",),
@@ -71,11 +70,6 @@ class GteModel(NamedEncoder):
         down = Source(f"{LAYER}.{self.names.down}", size)
         options: dict[str, Any] = {"down_bias": True, "activation": self.activation, "build": build}
         return GatedMLP(size, ffn, source=LAYER, gate_up=(gate, up), down=down, **options)
-
-    @property
-    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        """GELU, whatever `hidden_act` says."""
-        return gelu
 
 
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:

@@ -18,14 +18,13 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import times_gate
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import OfClamped
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
-from jaxengine.models.layers.streams.hyper_connections import IndependentConnection, JoinedStreams
+from jaxengine.models.layers.streams.hyper_connections import IndependentConnection, JoinedStreams, equal_streams
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
@@ -89,6 +88,7 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
     indexer's heads, and with routed experts whose activation is clamped.
     """
 
+    first_input = equal_streams
     interleaved: ClassVar[bool] = False
     index_heads: ClassVar[int] = 16
     index_interleaved: ClassVar[bool] = False
@@ -141,7 +141,3 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
 
     def make_norm(self, build: Build) -> nnx.Module:
         return JoinedStreams(self.config, super().make_norm(build), name="model.hc_head.hc_")
-
-    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""
-        return jnp.tile(x, (1, self.config.num_streams))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax
-
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, rotated_fields
 from jaxengine.models.params.source import CheckpointNames
 
@@ -16,6 +12,7 @@ from jaxengine.models.params.source import CheckpointNames
 class JinaEmbeddingsV3Model(NamedEncoder):
     """Post-norm encoder with rope, with a dense layer, tanh and scores of labels if it classifies."""
 
+    masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.encoder.layers.{layer}",
         qkv=("mixer.Wqkv",),
@@ -48,11 +45,6 @@ class JinaEmbeddingsV3Model(NamedEncoder):
         )
         shared = rotated_fields(fields, types=1)
         return shared | {"encoder": shared["encoder"]._replace(adaptation=_adaptation(fields))}
-
-    @property
-    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        """GELU, whatever `hidden_act` says."""
-        return gelu
 
 
 def _adaptation(fields: ConfigFields) -> tuple[int, float] | None:

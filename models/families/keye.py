@@ -31,7 +31,9 @@ class KeyeForConditionalGeneration(Qwen3ForCausalLM):
 
     @classmethod
     def _read_tower(cls, vision: ConfigFields, hidden_size: int) -> PaddleOcrVLTowerConfig:
-        """Return the tower's configuration from a vision_config. Raises ModelConfigError for wrong fields."""
+        """Return the tower's configuration from a vision_config, with the class's `joined_norm`. Raises
+        ModelConfigError for wrong fields.
+        """
         return replace(read_paddleocr_vl(vision, hidden_size), joined_norm=cls.joined_norm)
 
 

@@ -22,7 +22,6 @@ from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.llama import LAYER, gated_fields
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention, times_gate
 from jaxengine.models.layers.base.activations import ACTIVATIONS
@@ -31,7 +30,7 @@ from jaxengine.models.layers.base.mlp import GatedMLP, Situ, ThenClamped
 from jaxengine.models.layers.experts.latent_experts import LatentExperts
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
-from jaxengine.models.layers.streams.block_residuals import BlockResidualLayer, StreamMix
+from jaxengine.models.layers.streams.block_residuals import BlockResidualLayer, StreamMix, first_stream
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
@@ -51,6 +50,7 @@ SPELLED = {
 class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3 with delta nets in place of attention in most layers."""
 
+    first_input = first_stream
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         squeezed=(*CONVS, *JOINED),
@@ -109,10 +109,6 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
             return super().make_norm(build)
         count = 1 + parts.num_finished(self.config.num_layers)
         return StreamMix(self.config, count, name="model.output_attn_res", norm="model.norm", build=build)
-
-    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as hidden states [T, A * D]: the first of a token, beside zeros."""
-        return jnp.pad(x, ((0, 0), (0, self.config.stream_size - x.shape[1])))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, state, parts = self.config, self.config.attention[layer].state, self.config.kimi_k3

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -17,13 +15,11 @@ from jaxengine.models.config.pooler import LAST
 from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
 from jaxengine.models.config.state import ShortConvolution
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
-from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.states.short_conv import ShortConv, WholeShortConv, taps_within
+from jaxengine.models.layers.states.short_conv import ShortConv, WholeShortConv, taps_of_layers
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
@@ -98,6 +94,8 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 class Lfm2BidirectionalModel(Lfm2ForCausalLM):
     """LFM2.5's embedders: LFM2 whose tokens attend to their whole prompt, with convolutions over both sides."""
 
+    make_layer_inputs = taps_of_layers
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(conv_bias=False)
@@ -113,11 +111,6 @@ class Lfm2BidirectionalModel(Lfm2ForCausalLM):
     def usual_pooling(cls, fields: ConfigFields) -> str:
         """Return LAST, the type of pooling of a checkpoint without a file that states it, as in vLLM."""
         return LAST
-
-    def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
-        """Return the result of `taps_within` for each layer, [T, L, kernel], in the dtype of x."""
-        within = taps_within(batch.positions, rows.is_token, self.config.layer_input_size).astype(x.dtype)
-        return jnp.broadcast_to(within[:, None], (len(within), self.config.num_layers, within.shape[1]))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         if not self.config.attention[layer].feed_forward_only:

@@ -22,7 +22,7 @@ from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.norm import NormOfFirst, RMSNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
@@ -100,16 +100,6 @@ class LongcatFlashLayer(nnx.Module):
             return jnp.concatenate([x, self.experts(normed, step.rows)], axis=-1), kv
 
 
-class NormOfFirst(nnx.Module):
-    """Norm of the first half of the last layer's output, [T, 2 * D] -> [T, D]."""
-
-    def __init__(self, norm: nnx.Module):
-        self.norm = norm
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(jnp.split(x, 2, axis=-1)[0])
-
-
 class LongcatFlashForCausalLM(Decoder):
     """Decoder of LongcatFlashLayers, two for each layer in a checkpoint."""
 
@@ -143,7 +133,7 @@ class LongcatFlashForCausalLM(Decoder):
         return LongcatFlashLayer(self.config, layer, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
-        return NormOfFirst(super().make_norm(build))
+        return NormOfFirst(super().make_norm(build), 2)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
         """Return a step's embeddings x [T, D] as [T, 2 * D], whose second half, for experts' outputs, is 0."""

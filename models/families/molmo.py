@@ -27,8 +27,8 @@ def _form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _sizes(fields: ConfigFields) -> dict[str, Any]:
-    """Return the fields whose values are others than those of most families: the size of the MLP, which is half of what
-    files say, and the tokens that are scored. Raises ModelConfigError for wrong fields.
+    """Return `intermediate_size`, half of the file's, and `vocab_size`: `embedding_size`, or the file's own without
+    that. Raises ModelConfigError for wrong fields, and for an odd size.
     """
     inner = fields.integer("intermediate_size")
     if inner % 2:

@@ -13,7 +13,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import ALL_HEADS, OUTPUT, RMS, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import read_rope, text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_row import Row
 from jaxengine.models.families.llama import LAYER
@@ -100,10 +100,8 @@ ROW = Row(
         "qk_norm_type": "qwen3",
         "rms_norm_eps": 1e-6,
     },
-    # The first is in published files.
     only={"use_qk_norm": True},
     eps="rms_norm_eps",
-    rope=lambda fields, head_dim: read_rope(fields, head_dim),
     bias="attention_bias",
     output_bias=False,
     mlp_bias=False,

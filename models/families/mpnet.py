@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -14,7 +12,6 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.bert import BASE, NORM_SUFFIXES
 from jaxengine.models.layers.attention.distance_bias import BiasedAttention, distance_table
 from jaxengine.models.layers.base.activations import read_activation
-from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, NamedEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
@@ -25,6 +22,7 @@ _NUM_BUCKETS, _FIRST_POSITION = 32, 2
 class MPNetModel(NamedEncoder):
     """BERT's encoder with biases by distance. Its position table begins with two rows that belong to no token."""
 
+    masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.encoder.layer.{layer}",
         qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
@@ -63,8 +61,3 @@ class MPNetModel(NamedEncoder):
             source = "model.encoder.relative_attention_bias"
             self._distances = distance_table(source, _NUM_BUCKETS, attention.num_heads)
         return BiasedAttention(attention, self.config.hidden_size, table=self._distances, build=build, **names)
-
-    @property
-    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        """GELU, whatever `hidden_act` says."""
-        return gelu

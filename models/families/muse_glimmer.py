@@ -182,7 +182,9 @@ def muse_fields(fields: ConfigFields, activation: str) -> dict[str, Any]:
 
 
 def _last_of_four(fields: ConfigFields) -> list[bool]:
-    """Return, for each layer, whether it is the last one, or a multiple of four layers before it."""
+    """Return, for each layer, whether it is the last one, or a multiple of four layers before it. Raises
+    ModelConfigError for a wrong number of layers.
+    """
     count = fields.integer("num_hidden_layers")
     return [(count - 1 - layer) % _FULL_EVERY == 0 for layer in range(count)]
 

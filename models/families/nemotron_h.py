@@ -153,9 +153,9 @@ def layer_kinds(fields: ConfigFields) -> list[str]:
 
 def _read_blocks(fields: ConfigFields) -> tuple[ConfigFields, tuple[tuple[int, int], ...]]:
     """Return the fields with those of `block_configs`, which Puzzle's files have, and the number of experts of a token
-    and the size of an expert in each layer, any in a layer without experts; the fields as they are and () for files
-    without. A block's kind is its `block_type`. Raises ModelConfigError for wrong blocks, and for blocks that differ in
-    anything else.
+    and the size of an expert in each layer, (1, 1) in a layer without experts; the fields as they are and () for files
+    without. A block's kind is its `block_type`. Of these two numbers the fields get the largest, and of layers the
+    blocks' number if they lack it. Raises ModelConfigError for wrong blocks, and for blocks that differ otherwise.
     """
     if not fields.has(_BLOCKS):
         return fields, ()

@@ -41,14 +41,16 @@ _VOXTRAL: dict[str, Any] = {
 }
 
 
-def read_sound_text(fields: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]:
+def read_sound_text(fields: ConfigFields, defaults: dict[str, Any], tied: bool | None = None) -> dict[str, Any]:
     """Return keyword arguments of ModelConfig that `read_text` reads from the text part, `text_config`, of a
     config.json.
 
     `defaults` are used for fields that the text part lacks. A `rope_theta` among them is not used if the text part has
-    `rope_parameters`. Raises ModelConfigError for wrong fields.
+    `rope_parameters`. tied: tie_word_embeddings, whatever the text part says; None for what it says. Raises
+    ModelConfigError for wrong fields.
     """
     text = fields.mapping("text_config") or {}
+    text = text if tied is None else {**text, "tie_word_embeddings": tied}
     given = {name: value for name, value in defaults.items() if name != "rope_theta" or "rope_parameters" not in text}
     return read_text(ConfigFields({**fields.raw, "text_config": {**given, **text}}))
 

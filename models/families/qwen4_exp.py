@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -24,14 +23,13 @@ from jaxengine.models.families.qwen2_moe import gated_experts
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.families.qwen3_next import LINEAR, gated_inputs, hybrid_fields
-from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import QK_NORMS, StepInputs
 from jaxengine.models.layers.attention.blocks.mean_blocks import MeanBlockAttention
 from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.states.ngrams import GatedNGrams
-from jaxengine.models.layers.streams.hyper_connections import GatedConnection, GatedStreams
+from jaxengine.models.layers.streams.hyper_connections import GatedConnection, GatedStreams, equal_streams
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 
@@ -98,6 +96,7 @@ class Qwen4ExpLayer(nnx.Module):
 class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
     """Decoder of Qwen4ExpLayers, which pass on A hidden states of each token, [T, A * D]."""
 
+    first_input = equal_streams
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
         unused_ends=_UNREAD,
         unused_parts=_STATISTICS,
@@ -133,10 +132,6 @@ class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
 
     def last_normed(self, x: jax.Array, rows: Rows) -> jax.Array:
         return self.norm(x, rows)
-
-    def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal."""
-        return jnp.tile(x, (1, self.config.num_streams))
 
 
 class Qwen4ExpForConditionalGeneration(Qwen4ExpForCausalLM):

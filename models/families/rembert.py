@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.bert import NAMES, BertModel
-from jaxengine.models.families.electra import ProjectedEmbeddings
+from jaxengine.models.families.electra import ProjectedEmbeddings, read_embedding_size
 from jaxengine.models.layers.encoder import EncoderNames
 from jaxengine.models.params.source import CheckpointNames
 
@@ -27,13 +27,9 @@ class RemBertModel(BertModel):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         shape = super().read_hf(fields.with_defaults(**_SIZES, vocab_size=250300))
-        size = fields.integer("input_embedding_size", 256)
-        if size > MAX_HIDDEN:
-            raise fields.fail("input_embedding_size", f"at most {MAX_HIDDEN}")
+        size = read_embedding_size(fields, "input_embedding_size", 256)
         return shape | {"encoder": shape["encoder"]._replace(embedding_size=size)}
 
     def make_embedding(self, build: Build) -> ProjectedEmbeddings:
-        assert self.config.encoder is not None
-        sizes = self.config.encoder.embedding_size, self.config.hidden_size
         source = "model.encoder.embedding_hidden_mapping_in"
-        return ProjectedEmbeddings(super().make_embedding(build), *sizes, source=source, build=build)
+        return ProjectedEmbeddings(super().make_embedding(build), self.config, source=source, build=build)

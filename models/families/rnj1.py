@@ -32,7 +32,7 @@ class Rnj1ForCausalLM(Gemma3ForCausalLM):
 
 def _ropes(fields: ConfigFields) -> dict[str, Any]:
     """Return `rope_parameters` with those of CHUNKED layers under Gemma's name of their kind; those that are no mapping
-    by kind are of all layers. {} without the field.
+    by kind are of all layers. {} without the field. Raises ModelConfigError for one that is no mapping.
     """
     own = fields.mapping("rope_parameters")
     if own is None:

@@ -4,14 +4,10 @@ the padding token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
-
-import jax
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.bert import NAMES, NORM_SUFFIXES, BertModel
-from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.encoder import EncoderNames
 from jaxengine.models.params.source import CheckpointNames
 
@@ -19,6 +15,7 @@ from jaxengine.models.params.source import CheckpointNames
 class RobertaModel(BertModel):
     """BERT's layers, where a prompt's first position is the padding token's id plus one."""
 
+    masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = NAMES._replace(
         dense="model.classifier.dense",
         labels="model.classifier.out_proj",
@@ -40,11 +37,6 @@ class RobertaModel(BertModel):
         if first >= (count := fields.integer("max_position_embeddings")):
             raise fields.fail("pad_token_id", f"at most max_position_embeddings - 2, {count - 2}")
         return first
-
-    @property
-    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        """GELU, whatever `hidden_act` says."""
-        return gelu
 
 
 class XLMRobertaModel(RobertaModel):

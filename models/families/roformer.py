@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
-
-import jax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import EncoderConfig
-from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.config.readers.hf import read_head_dim
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.bert import BASE, NAMES, NORM_SUFFIXES
-from jaxengine.models.families.electra import ElectraModel
+from jaxengine.models.families.electra import ElectraModel, read_embedding_size
 from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, encoder_fields
@@ -26,6 +23,7 @@ class RoFormerModel(ElectraModel):
     classifies, it has a dense layer, the activation of its MLPs and scores of labels.
     """
 
+    masked_gelu: ClassVar[bool] = False
     names: ClassVar[EncoderNames] = NAMES._replace(dense="model.classifier.dense", labels="model.classifier.out_proj")
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.roformer.", "model."),),
@@ -38,9 +36,7 @@ class RoFormerModel(ElectraModel):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(is_decoder=False, rotary_value=False)
         fields = fields.with_defaults(**BASE, vocab_size=50000, max_position_embeddings=1536, layer_norm_eps=1e-12)
-        size = fields.integer("embedding_size", fields.integer("hidden_size"))
-        if size > MAX_HIDDEN:
-            raise fields.fail("embedding_size", f"at most {MAX_HIDDEN}")
+        size = read_embedding_size(fields, default=fields.integer("hidden_size"))
         types = fields.integer("type_vocab_size", 2)
         encoder = EncoderConfig(read_activation(fields), types, num_positions=0, embedding_size=size)
         rope = Rope(read_head_dim(fields), interleaved=True)
@@ -49,7 +45,3 @@ class RoFormerModel(ElectraModel):
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
         sources = self.names.dense, self.names.labels
         return DenseLabelScores(self.config.hidden_size, classifier, sources, activation=self.activation, build=build)
-
-    @property
-    def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        return self.activation

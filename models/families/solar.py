@@ -14,7 +14,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM, LlamaLayer, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
-from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.norm import NormOfFirst
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
@@ -39,16 +39,6 @@ class SolarLayer(LlamaLayer):
                 x = mean.astype(x.dtype)
         x, kv = super().__call__(x, kv, pages, step)
         return jnp.concatenate([x, *others], axis=-1), kv
-
-
-class FirstStateNorm(nnx.Module):
-    """RMS norm of the first of three hidden states side by side: [T, 3 D] -> [T, D]."""
-
-    def __init__(self, size: int, eps: float, build: Build):
-        self.norm, self.size = RMSNorm(size, eps, source="model.norm", build=build), size
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(x[:, : self.size])
 
 
 class SolarForCausalLM(LlamaForCausalLM):
@@ -77,7 +67,7 @@ class SolarForCausalLM(LlamaForCausalLM):
         return SolarLayer(*parts, kept=kept, mixed=mixed, share=skips.share)
 
     def make_norm(self, build: Build) -> nnx.Module:
-        return FirstStateNorm(self.config.hidden_size, self.config.rms_norm_eps, build)
+        return NormOfFirst(super().make_norm(build), 3)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
         """Return a step's embeddings x [T, D] as all three hidden states, [T, 3 D]."""

@@ -27,7 +27,6 @@ class VibeVoiceAsrForConditionalGeneration(Qwen2AudioForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = {"tie_word_embeddings": False}  # transformers never ties the head of this model
-        given = {**(fields.mapping("text_config") or {}), **text}
-        shared = read_sound_text(ConfigFields({**fields.raw, "text_config": given}), {"model_type": "qwen2"})
+        # transformers never ties the head of this model.
+        shared = read_sound_text(fields, {"model_type": "qwen2"}, tied=False)
         return shared | {"tower": read_vibevoice_asr(fields)}

@@ -28,7 +28,7 @@ from jaxengine.models.layers.attention.attention import Attention, LayerPages, S
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.norm import NormOfFirst, RMSNorm
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.states.mamba2 import Mamba2
@@ -186,17 +186,6 @@ class Zamba2Layer(nnx.Module):
         return x, kept if self.block is None else (pool, kept)
 
 
-class FirstHalfNorm(nnx.Module):
-    """RMS norm of the first of two hidden states side by side: [T, 2 * D] -> [T, D]."""
-
-    def __init__(self, config: ModelConfig, build: Build):
-        source = "model.final_layernorm"
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, source=source, build=build)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(jnp.split(x, 2, axis=-1)[0])
-
-
 class Zamba2ForCausalLM(Decoder):
     """Decoder of Zamba2Layers, which pass on two hidden states of each token, [T, 2 * D]. If blocks are
     tied, layers of a stage that share one have its weights once, in the first of them.
@@ -262,7 +251,8 @@ class Zamba2ForCausalLM(Decoder):
         return Zamba2Layer(self.config, layer, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
-        return FirstHalfNorm(self.config, build)
+        config, source = self.config, "model.final_layernorm"
+        return NormOfFirst(RMSNorm(config.hidden_size, config.rms_norm_eps, source=source, build=build), 2)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
         """Return a step's embeddings x [T, D] twice, side by side: the hidden states, and the embeddings that blocks

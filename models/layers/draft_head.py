@@ -88,8 +88,6 @@ class DraftHeadSource(WrappedSource):
     Attributes:
       config: the head's config, with own_embedding set if it stores embeddings that differ from the model's.
       PREFIXES: pairs of beginnings of stored names and what they become, of which the first that fits counts.
-
-    Raises ModelFileError if `d2t` does not name distinct tokens of the vocabulary, one for each draft.
     """
 
     PREFIXES: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -126,11 +124,11 @@ class DraftHeadSource(WrappedSource):
         return config
 
     def stores(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of this name, as a DraftHead declares it."""
+        """Return whether the view has a tensor of this name, as a DraftHead declares it."""
         return name in self._stored
 
     def leave_out(self, name: str) -> None:
-        """Leave out the tensor of this name, which the checkpoint has."""
+        """Remove the tensor of this name from the view, which must have it."""
         del self._stored[name]
 
     def names(self) -> Iterable[str]:

@@ -27,7 +27,7 @@ from jaxengine.models.layers.attention.masked import MaskedScores
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import MLP
+from jaxengine.models.layers.base.mlp import MLP, gelu
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.decoder import Decoder
@@ -250,10 +250,12 @@ class NamedEncoder(Encoder):
     Attributes:
       names: checkpoint modules of the parts.
       label_activation: function between the two projections of a classifier.
+      masked_gelu: whether the head of a masked language model has GELU, whatever the MLPs have.
     """
 
     names: ClassVar[EncoderNames]
     label_activation: ClassVar[Callable[[jax.Array], jax.Array]] = staticmethod(jnp.tanh)
+    masked_gelu: ClassVar[bool] = False
 
     def make_embedding(self, build: Build) -> EncoderEmbeddings:
         assert self.config.encoder is not None
@@ -319,8 +321,8 @@ class NamedEncoder(Encoder):
 
     @property
     def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
-        """Activation in the head of a masked language model; here that of the MLPs."""
-        return self.activation
+        """Activation in the head of a masked language model: GELU with `masked_gelu`, else that of the MLPs."""
+        return gelu if self.masked_gelu else self.activation
 
     @property
     def table(self) -> Embedding:

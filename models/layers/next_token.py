@@ -106,8 +106,5 @@ class NextTokenSource(WrappedSource):
         shared = tuple(self._prefix + name for name in _SHARED)
         return [name for name in self._source.names() if name.startswith(self._prefix) and not name.startswith(shared)]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         return self._source.read(name, rows, columns)

@@ -30,9 +30,9 @@ _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 def inside(folder: str | os.PathLike[str], name: str) -> Path:
     """Return the resolved path of the file `name` of a model's folder; the file need not exist.
 
-    Raises ModelFileError if the path is outside the folder, by its spelling (also with a backslash) or by a link, and
-    if it cannot be resolved. One kind of link out is legitimate: the Hugging Face cache keeps files in <model>/blobs,
-    and <model>/snapshots/<revision> holds links to them.
+    Raises ModelFileError if `name` is empty, absolute, or has "..", a backslash or NUL, if a link leads out of the
+    folder, and if the path cannot be resolved. One kind of link out is legitimate: the Hugging Face cache keeps files
+    in <model>/blobs, and <model>/snapshots/<revision> holds links to them.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:

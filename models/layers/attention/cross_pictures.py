@@ -107,7 +107,7 @@ class WithPictures(nnx.Module):
 
     @property
     def is_needed(self) -> jax.Array:
-        """Whether any token of the step attends to images, bool[]."""
+        """Flag bool[]: whether any token of the step attends to images."""
         return (self.sees[...] > NOTHING).any()
 
     def __call__(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +165,16 @@ class UnitNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return unit(x, self.axis)
+
+
+class NormOfFirst(nnx.Module):
+    """Norm of the first of `count` hidden states of a token side by side: [T, count * D] -> [T, D]."""
+
+    def __init__(self, norm: Any, count: int):
+        self.norm, self.count = norm, count
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x[:, : x.shape[1] // self.count])
 
 
 class HeadsRMSNorm(nnx.Module):

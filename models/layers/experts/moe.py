@@ -201,7 +201,7 @@ class MixtureOfExperts(nnx.Module):
         return self.of_picked(x, rows, weights, ids)
 
     def of_picked(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return the result of `__call__` for x [T, D], with experts `ids` i32[T, k] and their `weights` f32[T, k]."""
+        """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k]."""
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             ids = jnp.where(rows.is_token[:, None], ids, self.experts.num_routed)

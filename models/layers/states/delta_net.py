@@ -130,7 +130,7 @@ class GatedDeltaNet(nnx.Module):
         """
         state, num_tokens, (windows, matrices) = self.state, x.shape[0], states
         with jax.named_scope("inputs"):
-            q_end, k_end, v_end, *_ = self.ends
+            q_end, k_end, *_ = self.ends
             mixed, z, beta, decay = self._project(x, step)
         with jax.named_scope("causal_conv"):
             mixed, windows = causal_conv(mixed, self.conv[...], windows, rows)

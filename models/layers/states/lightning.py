@@ -14,7 +14,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import LinearState
-from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.attention.attention import StepInputs, own_slopes
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import HeadsRMSNorm, RMSNorm
@@ -22,7 +22,6 @@ from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.layers.states.mamba2 import GroupsRMSNorm
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.pallas_kernels.state.space import state_space
-from jaxengine.sharding.collectives import shard_index
 
 NORM_EPS = 1e-6
 
@@ -60,8 +59,7 @@ class LightningAttention(nnx.Module):
             *qkv, gate = (part.reshape(shape) for part in parts)
             q, k, v = map(self.activation, qkv)
         with jax.named_scope("linear_attention"):
-            own = shard_index("heads") * self.num_heads + jnp.arange(self.num_heads)
-            decay = jnp.broadcast_to(-jnp.asarray(self.slopes, jnp.float32)[own], shape[:2])
+            decay = jnp.broadcast_to(-own_slopes(self.slopes, self.num_heads), shape[:2])
             o, matrices = state_space(v, k, q, decay, jnp.ones_like(decay), states[0], rows)
         with jax.named_scope("gate"):
             o = self.norm(o) * jax.nn.sigmoid(gate)
@@ -119,8 +117,7 @@ class RotatedLightningAttention(nnx.Module):
             if step.rope is not None:
                 q, k = (apply_rope(part, *step.rope) for part in (q, k))
         with jax.named_scope("linear_attention"):
-            own = shard_index("heads") * self.num_heads + jnp.arange(self.num_heads)
-            decay = jnp.broadcast_to(-jnp.asarray(self.slopes, jnp.float32)[own], shape[:2])
+            decay = jnp.broadcast_to(-own_slopes(self.slopes, self.num_heads), shape[:2])
             o, matrices = state_space(v, k, q * self.size**-0.5, decay, jnp.ones_like(decay), states[0], rows)
         with jax.named_scope("gate"):
             gate = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))

@@ -15,8 +15,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.state import ShortConvolution
+from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.state.conv import causal_conv
 
@@ -96,6 +98,14 @@ class ResidualConv(nnx.Module):
         with jax.named_scope("causal_conv"):
             mixed, windows = causal_conv(x, self.taps[...], windows, rows)
         return (x.astype(jnp.float32) + mixed).astype(x.dtype), windows
+
+
+def taps_of_layers(self: Any, batch: ForwardBatch, x: jax.Array, rows: Rows) -> jax.Array:
+    """Return the result of `taps_within` for each layer, [T, L, kernel], in the dtype of x. It is the method
+    `make_layer_inputs` of decoders.
+    """
+    within = taps_within(batch.positions, rows.is_token, self.config.layer_input_size).astype(x.dtype)
+    return jnp.broadcast_to(within[:, None], (len(within), self.config.num_layers, within.shape[1]))
 
 
 def taps_within(positions: jax.Array, is_token: jax.Array, kernel: int) -> jax.Array:

@@ -8,6 +8,7 @@ sums of the blocks that have ended, oldest first; 0 for blocks that have not.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,13 @@ from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.norm import NormClass, RMSNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.kv.pages import KVPages
+
+
+def first_stream(self: Any, x: jax.Array, batch: Any) -> jax.Array:
+    """Return a step's embeddings x [T, D] as hidden states [T, A * D]: the first of a token, beside zeros. It is the
+    method `first_input` of decoders.
+    """
+    return jnp.pad(x, ((0, 0), (0, self.config.stream_size - x.shape[1])))
 
 
 class StreamMix(nnx.Module):

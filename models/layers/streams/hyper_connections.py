@@ -179,6 +179,13 @@ def added_to_each(x: jax.Array, output: jax.Array, factors: jax.Array) -> jax.Ar
     return added.astype(x.dtype).reshape(x.shape)
 
 
+def equal_streams(self: Any, x: jax.Array, batch: Any) -> jax.Array:
+    """Return a step's embeddings x [T, D] as hidden states [T, A * D]; all A hidden states of a token are equal. It is
+    the method `first_input` of decoders.
+    """
+    return jnp.tile(x, (1, self.config.num_streams))
+
+
 def joined(x: jax.Array, shares: jax.Array) -> jax.Array:
     """Return the sum [T, D] of a token's A hidden states x [T, A * D], multiplied by their shares f32[T, A], in x's
     dtype.

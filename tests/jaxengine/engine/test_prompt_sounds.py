@@ -33,7 +33,7 @@ ALWAYS = ("gemma4_sound",)
 LONG = {"voxtral_sound": 11.6, "qwen3_asr_sound": 11.6, "qwen3_asr_wide_sound": 10.99}
 LONG |= {"granite_speech_wide_sound": 23.4, "granite_speech_plus_wide_sound": 23.4, "glmasr_sound": 11.6}
 LONG |= dict.fromkeys(("glmasr_wide_sound", "fun_asr_nano_sound", "fun_asr_nano_wide_sound"), 11.6)
-LONG |= dict.fromkeys(("vibevoice_asr_sound", "vibevoice_asr_wide_sound"), 11.6)
+LONG |= dict.fromkeys(("vibevoice_asr_sound", "vibevoice_asr_wide_sound", "moss_transcribe_sound"), 11.6)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 

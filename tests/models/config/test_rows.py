@@ -358,6 +358,8 @@ def test_baichuan_of_7_and_of_13_billion():
         ("solar", {"bskcn_tv": [0.9]}, "bskcn_tv must be two numbers, the second of which counts"),
         ("solar", {"bskcn_tv": [0.9, 1.5]}, "bskcn_tv must hold numbers from 0 to 1, got 1.5"),
         ("plamo3", {"sliding_window": [4, 5, None]}, "sliding_window must be an integer >= 1, or a list of one such"),
+        ("plamo3", {"sliding_window": [[4], None]}, "sliding_window must be an integer >= 1, or a list of one such"),
+        ("plamo3", {"sliding_window": {"full": 4}}, "sliding_window must be an integer >= 1, or a list of one such"),
         ("plamo3", {"rope_scaling_factor": 2.0}, "initial_context_length is missing"),
         ("plamo3", {"scale_embedding": True}, "scale_embedding must be false or absent"),
         ("pangu_ultra", {"n_group": 8}, "n_group must be 1 or absent"),
