@@ -67,12 +67,14 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
 
 
 def _is_small(param: DeclaredParam) -> bool:
-    """Whether NumPy computes a weight: it is small, and of a type of _BY_NUMPY."""
+    """Return whether NumPy computes a weight: it is small, and of a type of _BY_NUMPY."""
     return math.prod(param.shape) <= _MOST_BY_NUMPY and jnp.dtype(param.dtype) in _BY_NUMPY
 
 
 def _by_numpy(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
-    """Return a function as that of `_filler`, which has the same arguments, that computes the weight on the host."""
+    """Return a function from tensor keys to a weight of this declaration, which it computes on the host and splits over
+    the mesh. parts: number of parts of each axis.
+    """
     axis = decl.joined_axis
     split = tuple(count if at == axis else 1 for at, count in enumerate(parts))
     wholes = [tuple(part if at == axis else 0 for at in range(len(shape))) for part in range(parts[axis])]

@@ -233,8 +233,8 @@ class QuantizedSource(WrappedSource):
 
 
 def _is_quantized(stored: Stored, module: StoredModule) -> bool:
-    """Return whether the checkpoint has a module's matrix in the format `stored`, which is none that rounds a plain
-    matrix at load.
+    """Return whether the checkpoint has all tensors of the format `stored` for a module; False for a format of a
+    `weight` alone, and for one that rounds a plain matrix at load.
     """
     if isinstance(stored, Rounded):
         return False
