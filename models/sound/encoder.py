@@ -22,9 +22,9 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
-from jaxengine.models.vision.base.vit import attend_units
+from jaxengine.models.vision.base.vit import attend_units, table
 
 EPS = 1e-5
 # transformers' sizes of an encoder as that of Whisper's large models, for fields that a file lacks.
@@ -205,9 +205,7 @@ class SoundEncoder(nnx.Module):
                 for name, width, stride in convolutions
             ]
         )
-        rows = Source(f"{source}.embed_positions.weight", sizes.num_positions)
-        shape = sizes.num_positions, size
-        self.positions = declare(shape, build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
+        self.positions = table(sizes.num_positions, size, f"{source}.embed_positions.weight", build)
         layers = (f"{source}.layers.{number}" for number in range(sizes.num_layers))
         self.layers = nnx.List([EncoderLayer(sizes, source=each, build=build) for each in layers])
         self.norm = LayerNorm(size, EPS, source=f"{source}.layer_norm", build=build)

@@ -25,7 +25,7 @@ from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
-from jaxengine.models.vision.base.vit import linear
+from jaxengine.models.vision.base.vit import linear, table, vector
 
 SUBSAMPLING = "pre_encode"  # in the encoder
 # Ends of the names of tensors of more than two axes.
@@ -102,10 +102,8 @@ class Kernel(nnx.Module):
     """Weights [C, taps] and biases [C] of a convolution of each channel by itself. bias: whether there are any."""
 
     def __init__(self, channels: int, taps: int, *, source: str, build: Build, bias: bool = True):
-        weight = ParamDecl((None, None), (Source(f"{source}.weight", channels),), init_std=0.02)
-        self.weight = declare((channels, taps), build.dtype, weight)
-        decl = ParamDecl((None,), (Source(f"{source}.bias", channels),), init_std=0.02)
-        self.bias = declare((channels,), build.dtype, decl) if bias else None
+        self.weight = table(channels, taps, f"{source}.weight", build)
+        self.bias = vector(channels, f"{source}.bias", build) if bias else None
 
     def added(self, parts: Any) -> jax.Array:
         """Return f32[..., C], the sum of `parts`, one array [..., C or 1] for each tap, times the weights, plus the

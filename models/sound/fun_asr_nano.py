@@ -20,11 +20,12 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.sound.gemma4 import neighbours, shifted
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import TowerMLP, tower_axis
+from jaxengine.models.vision.base.vit import table
 from jaxengine.models.vision.llava import PROJECTOR, Projector
 
 # End of the names of tensors of more than two axes.
@@ -177,8 +178,7 @@ class FunAsrAttention(nnx.Module):
         parts = tuple(Source(f"{source}.{name}_proj", size, group=sizes.head_dim) for name in "qkv")
         self.qkv = Linear(in_size, parts, axes=("embed", heads), bias=True, build=build)
         self.out = Linear(size, (Source(f"{source}.o_proj", size),), axes=(heads, "embed"), bias=True, build=build)
-        weight = ParamDecl((None, None), (Source(f"{source}{CONVOLUTION}", size),), init_std=0.02)
-        self.weight = declare((size, taps), build.dtype, weight) if taps else None
+        self.weight = table(size, taps, f"{source}{CONVOLUTION}", build) if taps else None
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
         """Return the attention output [P, D], without the residual, of x [P, in_size].
@@ -217,7 +217,7 @@ class FunAsrLayer(nnx.Module):
         self.norm = norm("final_layernorm", size) if normed else None
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Return the layer's output [P, D] for x [P, in_size]. segment: i32[P], as in FunAsrAttention."""
+        """Return the layer's output [P, D] for x [P, in_size]. segment: i32[P], the positions' sounds, -1 for none."""
         with jax.named_scope("attention"):
             y = self.attention(self.norm1(x), segment)
             x = x + y if self.is_residual else y

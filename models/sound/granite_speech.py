@@ -241,8 +241,7 @@ class ConformerConvolution(nnx.Module):
         self.norm = LayerNorm(size, _EPS, source=f"{source}.norm", build=build)
         self.up = PatchEmbedding(size, 2 * inner, source=f"{source}.up_conv", bias=True, build=build)
         self.down = PatchEmbedding(inner, size, source=f"{source}.down_conv", bias=True, build=build)
-        weight = ParamDecl((None, None), (Source(f"{source}.depth_conv.conv.weight", inner),), init_std=0.02)
-        self.weight = declare((inner, config.taps), build.dtype, weight)
+        self.weight = table(inner, config.taps, f"{source}.depth_conv.conv.weight", build)
 
         def column(name: str) -> nnx.Param:
             return declare((inner,), build.dtype, ParamDecl((None,), (Source(f"{source}.batch_norm.{name}", inner),)))

@@ -19,10 +19,9 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, read_encoder, sinusoids
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.vision.base.vit import linear
+from jaxengine.models.vision.base.vit import linear, table, vector
 from jaxengine.models.vision.llava import Projector
 
 # Frames that become one position: each of three convolutions halves their number.
@@ -114,10 +113,8 @@ class Halving(nnx.Module):
 
     def __init__(self, in_channels: int, channels: int, *, source: str, build: Build):
         self.channels, self.dtype = channels, build.dtype
-        weight = ParamDecl((None, None), (Source(f"{source}.weight", channels),), init_std=0.02)
-        self.weight = declare((channels, 9 * in_channels), build.dtype, weight)
-        bias = ParamDecl((None,), (Source(f"{source}.bias", channels),), init_std=0.02)
-        self.bias = declare((channels,), build.dtype, bias)
+        self.weight = table(channels, 9 * in_channels, f"{source}.weight", build)
+        self.bias = vector(channels, f"{source}.bias", build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.weight[...].reshape(self.channels, -1, 3, 3)

@@ -33,6 +33,7 @@ from jaxengine.models.vision.base.layers import (
     rope_frequencies,
     tower_axis,
 )
+from jaxengine.models.vision.base.vit import table
 
 TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
@@ -269,12 +270,10 @@ class Gemma4Tower(nnx.Module):
 
     def __init__(self, config: Gemma4TowerConfig, hidden_size: int, build: Build):
         self.config = config
-        size, places = config.hidden_size, config.num_positions
-        source = f"{TOWER}.patch_embedder.input_proj"
+        size, source = config.hidden_size, f"{TOWER}.patch_embedder.input_proj"
         self.patches = PatchEmbedding(config.num_features, size, source=source, bias=False, build=build)
         # One row has the positions of columns, the other those of rows.
-        decl = ParamDecl((None, None), (Source(POSITIONS, 2),), init_std=0.02)
-        self.positions = declare((2, places * size), build.dtype, decl)
+        self.positions = table(2, config.num_positions * size, POSITIONS, build)
         self.layers = nnx.List(
             [Gemma4TowerLayer(config, replace(build, layer=layer)) for layer in range(config.num_layers)]
         )

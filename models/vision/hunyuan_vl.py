@@ -20,10 +20,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import RMSNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import PatchEmbedding, plain_layer, stretched
-from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table, vector
 
 TOWER = "vit"
 LAYER, MERGER = f"{TOWER}.layers.{{layer}}", f"{TOWER}.perceive"
@@ -171,6 +170,5 @@ class HunYuanVLMerger(nnx.Module):
 
 
 def learned(name: str, width: int, build: Build) -> nnx.Param:
-    """Return the merger's learned embedding `name`, "newline" for one, [width]."""
-    decl = ParamDecl((None,), (Source(f"{MERGER}.image_{name}", width),), init_std=0.02)
-    return declare((width,), build.dtype, decl)
+    """Return a new parameter [width] for the merger's learned embedding `name`, such as "newline"."""
+    return vector(width, f"{MERGER}.image_{name}", build)

@@ -16,14 +16,13 @@ from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.clip import ClipEncoder
 from jaxengine.models.vision.base.layers import TowerMLP, in_blocks, tower_axis
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_vit, table
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
 
 TOWER, CONNECTOR = "vision_model", "connector"
 _PROJECTION, _PERCEIVER = f"{CONNECTOR}.modality_projection", f"{CONNECTOR}.perceiver_resampler"
@@ -46,7 +45,7 @@ _ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics2TowerConfig(TowerConfig):
+class Idefics2TowerConfig(VitTowerConfig):
     """Sizes of the tower.
 
     Attributes:
@@ -57,7 +56,6 @@ class Idefics2TowerConfig(TowerConfig):
       norm_eps: of the perceiver's norms.
     """
 
-    vit: VitConfig
     projection_size: int
     projection_activation: str
     activation: str

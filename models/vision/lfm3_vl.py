@@ -206,7 +206,9 @@ class Lfm3VlLayer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, taps: Taps, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """Return the layer's output [P, D] for x [P, D]. taps: see GridConv. turns, attend: see TowerAttention."""
+        """Return the layer's output [P, D] for x [P, D]. taps: results of `taps_of`. turns: cos and sin of the patches.
+        attend: function from q, k and v to the attention output.
+        """
         normed = self.norm1(x)
         if self.conv is not None:
             with jax.named_scope("conv"):

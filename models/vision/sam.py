@@ -20,7 +20,6 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
 from jaxengine.models.vision.base.vit import VitConfig, attend_units, linear, read_vit, table
 
@@ -135,9 +134,7 @@ class _Layer(nnx.Module):
 
     def _distances(self, source: str, build: Build) -> nnx.Param:
         """Return a new parameter for the vectors of distances from 1 - side to side - 1, [2 * side - 1, H]."""
-        count = 2 * self.side - 1
-        decl = ParamDecl((None, None), (Source(source, count),), init_std=0.02)
-        return declare((count, self.head_dim), build.dtype, decl)
+        return table(2 * self.side - 1, self.head_dim, source, build)
 
     def __call__(self, x: jax.Array, sides: jax.Array | None = None) -> jax.Array:
         units, grid, _, size = x.shape
