@@ -181,7 +181,8 @@ class FunAsrAttention(nnx.Module):
         self.weight = table(size, taps, f"{source}{CONVOLUTION}", build) if taps else None
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Return the attention output [P, D], without the residual, of x [P, in_size].
+        """Return the attention output [P, D], without the residual, of x [P, in_size], plus, with `taps`, the sum of
+        near values.
 
         segment: i32[P], the sound of each position, -1 for none; no position sees another sound's.
         """

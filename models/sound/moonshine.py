@@ -189,7 +189,7 @@ class MoonshineTower(nnx.Module):
         self.cross = CrossProjections(config, size, size, source=source, bias=(False, False), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the keys and values (CrossProjections) of U sounds, [U, 2 L * S * D], for their samples
+        """Return the keys and values of U sounds for L decoder layers, [U, 2 L * S * D], for their samples
         f32[U * P, PATCH]. columns: i32[1, U * P], HEARD.
         """
         config = self.config

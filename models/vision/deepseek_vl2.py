@@ -148,8 +148,8 @@ class DeepseekVL2Tower(nnx.Module):
             return jnp.concatenate([rows, ends], axis=1).reshape(-1, rows.shape[-1])
 
     def _projected(self, x: jax.Array) -> jax.Array:
-        """Return the embeddings [U, L * L, D of the model] of states [U, G, G, D of the tower]: products of squares of
-        patches, number by number and in each row by row.
+        """Return the embeddings [U, L * L, D of the model] of states [U, G, G, D of the tower]: the products, with GELU
+        between them, of each square's patches, element by element and in each row by row.
         """
         config, (units, grid, _, size) = self.config, x.shape
         lines, factor = config.lines, config.factor

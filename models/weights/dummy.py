@@ -103,8 +103,8 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
 
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
-    """Return this device's part of a weight, over the mesh of the enclosing shard_map; the arguments are those of
-    `_filled`.
+    """Return this device's part of a weight, over the mesh of the enclosing shard_map. keys: those of all experts.
+    parts: number of parts of each axis.
     """
     here = [lax.axis_index(RULES[str(name)]) if count > 1 else 0 for name, count in zip(decl.axes, parts, strict=True)]
     if decl.num_experts is not None:

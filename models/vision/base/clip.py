@@ -90,7 +90,8 @@ class ClipEncoder(nnx.Module):
 
     def __call__(self, patches: jax.Array, places: jax.Array | None = None, unit: int | None = None) -> jax.Array:
         """Return the hidden states of patches f32[U * N, F] of U units after each of the wanted numbers of layers,
-        concatenated and without the class token: [U * N, D * numbers]. The arguments are those of `states`.
+        concatenated and without the class token: [U * N, D * numbers]. places: i32[U * N], the learned position of each
+        patch, -1 for padding; None for all in order. unit: N; None for vit.num_patches.
         """
         joined = self.states(patches, places, unit)
         return joined[:, self.vit.has_class_token :].reshape(len(patches), -1)

@@ -96,7 +96,9 @@ class LinesProjector(nnx.Module):
         self.down = linear(hidden_size, down, hidden_size, ("ffn", "embed"), build)
 
     def __call__(self, rows: jax.Array, lines: int) -> jax.Array:
-        """Return the embeddings [U * (L * L + L + 1), D] of rows [U, L * L, E] of L = `lines` lines."""
+        """Return the embeddings [U * (L * L + L + 1), D] of rows [U, L * L, E] of L = `lines` lines: of a unit's rows,
+        then of L ends of lines, then of the row between.
+        """
         num_units, _, size = rows.shape
         ends = jnp.broadcast_to(self.line_end[...], (num_units, lines, size))
         between = jnp.broadcast_to(self.between[...], (num_units, 1, size))
