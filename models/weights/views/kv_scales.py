@@ -73,7 +73,7 @@ def largest_for(scales: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _codes(dtype: str) -> float:
-    """Return the ratio of the largest magnitude to its scale, for codes of this dtype."""
+    """Return the ratio of the largest magnitude to its scale, for codes of this dtype: the largest code / _HEADROOM."""
     most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
     return most / _HEADROOM[dtype]
 
