@@ -23,7 +23,7 @@ from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import Source
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, in_turn, tower_axis
 from jaxengine.models.vision.base.vit import attend_units, table
 
 EPS = 1e-5
@@ -222,9 +222,7 @@ class SoundEncoder(nnx.Module):
             for convolution in self.convolutions:
                 x = convolution(x)
             x = (x + self.positions[...]).reshape(num_sounds * sizes.num_positions, -1)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, num_sounds, is_heard)
+        x = in_turn(self.layers, x, num_sounds, is_heard)
         if self.pooled > 1:
             joined = x.astype(jnp.float32).reshape(len(x) // self.pooled, self.pooled, -1)
             x = joined.mean(axis=1).astype(x.dtype)

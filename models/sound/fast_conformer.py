@@ -24,7 +24,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, in_turn, tower_axis
 from jaxengine.models.vision.base.vit import linear, table, vector
 
 SUBSAMPLING = "pre_encode"  # in the encoder
@@ -305,7 +305,5 @@ class FastConformer(nnx.Module):
             x = self.subsampling(patches.reshape(-1, config.unit, config.num_features), lengths)
             x = scaled(x, config.multiplier)
         is_heard = jnp.arange(config.unit // STRIDE) < -(-lengths // STRIDE)[:, None]
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, is_heard)
+        x = in_turn(self.layers, x, is_heard)
         return x

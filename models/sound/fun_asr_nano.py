@@ -24,7 +24,7 @@ from jaxengine.models.params.declare import Source
 from jaxengine.models.sound.gemma4 import neighbours, shifted
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
-from jaxengine.models.vision.base.layers import TowerMLP, tower_axis
+from jaxengine.models.vision.base.layers import TowerMLP, in_turn, tower_axis
 from jaxengine.models.vision.base.vit import table
 from jaxengine.models.vision.llava import PROJECTOR, Projector
 
@@ -256,14 +256,10 @@ class FunAsrTower(nnx.Module):
         angles = place[:, None].astype(jnp.float32) * _frequencies(config.num_features)
         turns = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
         x = patches.astype(self.dtype) * jnp.asarray(config.encoder.size**0.5, self.dtype) + turns.astype(self.dtype)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, segment)
+        x = in_turn(self.layers, x, segment)
         with jax.named_scope("projector"):
             x = self.projector(x)
-        for index, layer in enumerate(self.adaptor):
-            with jax.named_scope(f"adaptor_{index}"):
-                x = layer(x, segment)
+        x = in_turn(self.adaptor, x, segment, name="adaptor")
         return x
 
 

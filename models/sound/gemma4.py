@@ -26,7 +26,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm, UnbiasedLayerNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.encoder import sinusoids
-from jaxengine.models.vision.base.layers import tower_axis
+from jaxengine.models.vision.base.layers import in_turn, tower_axis
 from jaxengine.models.vision.base.vit import linear, table
 from jaxengine.models.vision.gemma4 import ClippedLinear
 
@@ -368,9 +368,7 @@ class Gemma4SoundTower(nnx.Module):
             for convolution in self.convolutions:
                 x, segment = convolution(x, segment >= 0), segment[::2]
             x = self.joined(x.reshape(len(segment), -1))
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, segment)
+        x = in_turn(self.layers, x, segment)
         with jax.named_scope("projector"):
             x = self.output(x)
             return self.projector(rms_normalized(x, self.config.norm_eps).astype(x.dtype))

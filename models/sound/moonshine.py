@@ -23,7 +23,7 @@ from jaxengine.models.layers.base.norm import UnbiasedLayerNorm
 from jaxengine.models.layers.base.rope import apply_rope, rope_table
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.crossed import HEARD, CrossedSoundConfig, CrossProjections, row_size
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, in_turn, tower_axis
 from jaxengine.models.vision.base.vit import attend_units, linear
 
 ENCODER = "model.encoder"
@@ -207,7 +207,5 @@ class MoonshineTower(nnx.Module):
         cos, sin = rope_table(jnp.arange(x.shape[1], dtype=jnp.int32), config.rope)
         turns = (jnp.tile(cos, (len(x), 1)), jnp.tile(sin, (len(x), 1)))
         x = x.reshape(-1, config.size)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, is_heard, turns)
+        x = in_turn(self.layers, x, is_heard, turns)
         return self.cross(self.norm(x), len(is_heard))

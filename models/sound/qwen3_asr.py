@@ -21,6 +21,7 @@ from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, read_encoder, sinusoids
 from jaxengine.models.sound.qwen2_audio import TOWER
+from jaxengine.models.vision.base.layers import in_turn
 from jaxengine.models.vision.base.vit import linear, table, vector
 from jaxengine.models.vision.llava import Projector
 
@@ -163,9 +164,7 @@ class Qwen3ASRTower(nnx.Module):
             x = self._convolved(patches.reshape(num_chunks, config.chunk, config.num_features), kind != CUT)
         # A position is of eight frames, and of the sound if the first of them is.
         is_heard = (kind[:, ::STRIDE] >= 0).reshape(num_windows, -1)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, num_windows, is_heard)
+        x = in_turn(self.layers, x, num_windows, is_heard)
         with jax.named_scope("projector"):
             x = self.projector(self.norm(x))
         rows = x.reshape(num_chunks, -1, x.shape[1])

@@ -22,7 +22,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import Source
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, rope_frequencies, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, in_turn, rope_frequencies, tower_axis
 from jaxengine.models.vision.base.vit import VitConfig, linear, table, vector
 from jaxengine.models.vision.sam import FLATTENED, SamConfig, SamEncoder, convolved, read_sam
 
@@ -263,7 +263,5 @@ class DeepseekOcr2Tower(nnx.Module):
         angles = positions[:, None] * rope_frequencies(half, self.config.encoder.theta).astype(jnp.float32)
         no_query = jnp.zeros((units, 2 * count, count), bool).at[:, count:].set(number <= number[:, None])
         seen = jnp.concatenate([jnp.broadcast_to(is_row[:, None], no_query.shape), no_query], axis=2)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, (jnp.cos(angles), jnp.sin(angles)), seen)
+        x = in_turn(self.layers, x, (jnp.cos(angles), jnp.sin(angles)), seen)
         return self.norm(x).reshape(units, 2 * count, size)[:, count:]

@@ -18,7 +18,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.vision.base.clip import CLIP, DEFAULTS
-from jaxengine.models.vision.base.layers import PatchEmbedding
+from jaxengine.models.vision.base.layers import PatchEmbedding, in_turn
 from jaxengine.models.vision.base.vit import VitConfig, VitLayer, VitNames, linear, read_vit, table, vector
 from jaxengine.models.vision.deepseek_ocr import PROJECTOR, SEPARATOR, TOWER, read_channels
 from jaxengine.models.vision.sam import SamConfig, SamEncoder, convolved, is_inside, read_sam, shrunk
@@ -143,7 +143,5 @@ class DeepseekOcrTower(nnx.Module):
         x = self.norm(jnp.concatenate([token, x], axis=1).reshape(-1, size))
         seen = is_inside(grid, sides).reshape(units, -1)
         seen = jnp.concatenate([jnp.ones((units, 1), bool), seen], axis=1)
-        for number, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{number}"):
-                x = layer(x, units, seen)
+        x = in_turn(self.layers, x, units, seen)
         return x.reshape(units, -1, size)[:, 1:]

@@ -29,6 +29,7 @@ from jaxengine.models.vision.base.layers import (
     Attend,
     PatchEmbedding,
     axial_rope,
+    in_turn,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
@@ -301,9 +302,7 @@ class Gemma4Tower(nnx.Module):
             of_columns, of_rows = self.positions[...].reshape(2, config.num_positions, config.hidden_size)
             x = x + (of_columns[jnp.maximum(column, 0)] + of_rows[jnp.maximum(row, 0)])
         attend = partial(segment_attention, segment=segment, scale=1.0, block=config.unit)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("projector"):
             pooled = x.astype(jnp.float32).reshape(-1, config.merge, config.hidden_size).mean(axis=1)
             pooled = pooled * config.hidden_size**0.5

@@ -29,6 +29,7 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    in_turn,
     joined_qkv,
     rope_frequencies,
     stretched,
@@ -182,9 +183,7 @@ class Glm4vTower(nnx.Module):
                 x, (height, width), square = self.first_norm(x), sides, (config.side, config.side)
                 x = x + stretched(self.positions[...], square, (row, height), (column, width)).astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("merger"):
             x = self.last_norm(x).reshape(-1, config.merge, config.hidden_size).swapaxes(1, 2)
             return self.merger(self.joining(x.reshape(len(x), -1)))

@@ -21,7 +21,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import TowerMLP, in_blocks, tower_axis
+from jaxengine.models.vision.base.layers import TowerMLP, in_blocks, in_turn, tower_axis
 from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
 
 TOWER, CONNECTOR = "vision_model", "connector"
@@ -136,9 +136,7 @@ class Idefics2Tower(nnx.Module):
         is_key = place.reshape(-1, config.unit) >= 0
         latents = self.latents[...]
         x = jnp.broadcast_to(latents, (len(is_key), *latents.shape)).reshape(-1, latents.shape[1])
-        for number, layer in enumerate(self.layers):
-            with jax.named_scope(f"perceiver_{number}"):
-                x = layer(x, context, is_key)
+        x = in_turn(self.layers, x, context, is_key, name="perceiver")
         return self.norm(x)
 
     def projected(self, states: jax.Array) -> jax.Array:

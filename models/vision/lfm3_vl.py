@@ -28,6 +28,7 @@ from jaxengine.models.vision.base.layers import (
     TowerAttention,
     TowerMLP,
     axial_rope,
+    in_turn,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
@@ -278,8 +279,6 @@ class Lfm3VlTower(nnx.Module):
             freqs = rope_frequencies(head_dim // 2, config.rope_theta)
             turns = axial_rope(named["row"], named["column"], freqs, freqs)
         attend = partial(segment_attention, segment=named["segment"], scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, taps, turns, attend)
+        x = in_turn(self.layers, x, taps, turns, attend)
         with jax.named_scope("projector"):
             return self.projector(x)

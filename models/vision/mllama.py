@@ -21,7 +21,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
 from jaxengine.models.params.declare import Source
-from jaxengine.models.vision.base.layers import PatchEmbedding
+from jaxengine.models.vision.base.layers import PatchEmbedding, in_turn
 from jaxengine.models.vision.base.vit import VitConfig, VitMLP, VitTowerConfig, linear, read_vit, table, vector
 
 TOWER, PROJECTOR = "vision_model", "multi_modal_projector"
@@ -206,9 +206,7 @@ class MllamaTower(nnx.Module):
         order = np.argsort(np.argsort(config.taken, kind="stable"), kind="stable")
         x = self.last_norm(x).reshape(whole)
         x = _add(x, after * self.after[...][number].reshape(*shape, 1, size)).reshape(len(number), -1, size)
-        for index, layer in enumerate(self.more):
-            with jax.named_scope(f"global_layer_{index}"):
-                x = layer(x, is_patch)
+        x = in_turn(self.more, x, is_patch, name="global_layer")
         parts = [x.reshape(whole)[:, :, :count]]
         if taken:  # element by element, the states of all layers side by side
             parts.append(jnp.stack([taken[index] for index in order], axis=-1).reshape(*shape, count, -1))

@@ -30,6 +30,7 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    in_turn,
     joined_qkv,
     read_axial_theta,
     rope_frequencies,
@@ -303,9 +304,7 @@ class MoonVitTower(nnx.Module):
                 added += jnp.asarray(moments)[jnp.maximum(times[0], 0)]
             x = x + added.astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, (turns[0], turns[1]), attend)
+        x = in_turn(self.layers, x, (turns[0], turns[1]), attend)
         x = self.last_norm(x)
         if times:
             with jax.named_scope("mean_of_frames"):

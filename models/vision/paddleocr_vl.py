@@ -22,6 +22,7 @@ from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
     axial_rope,
+    in_turn,
     plain_layer,
     read_axial_theta,
     rope_frequencies,
@@ -134,8 +135,6 @@ class PaddleOcrVLTower(nnx.Module):
             places = stretched(self.positions[...], sides, (row, height), (column, width), linear=True)
             x = x + places.astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("projector"):
             return self.projector(self.last_norm(x))

@@ -29,6 +29,7 @@ from jaxengine.models.vision.base.layers import (
     TowerAttention,
     TowerLayer,
     TowerMLP,
+    in_turn,
     stretched,
 )
 from jaxengine.models.vision.base.vit import table
@@ -256,9 +257,7 @@ class RadioTower(nnx.Module):
         with jax.named_scope("patches"):
             x = self._embedded(patches, *places)
         attend = partial(segment_attention, segment=segment, scale=(config.hidden_size // config.num_heads) ** -0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, None, attend)
+        x = in_turn(self.layers, x, None, attend)
         with jax.named_scope("merger"):
             return self.merger(x if self.last_norm is None else self.last_norm(x))
 
