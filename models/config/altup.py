@@ -244,7 +244,7 @@ class KimiK3Parts:
     @property
     def num_streams(self) -> int:
         """Number of hidden states of a token: the sum of outputs of the current block, then the embedding and the sum
-        of each block that another one follows.
+        of each block that another one follows; 1 without blocks.
         """
         return 1 if self.layers_per_block is None else 1 + -(-self.num_layers // self.layers_per_block)
 

@@ -240,8 +240,8 @@ class ConformerConvolution(nnx.Module):
         self.scale, self.bias = column("weight"), column("bias")
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Return the block's output [U * S, D], without the residual, for x [U * S, D]. is_heard: bool[U, S]; other
-        positions are zeros to the convolution.
+        """Return down(act(batch_norm(convolution(gated(up(norm(x))))))) for x [U * S, D], without the residual.
+        is_heard: bool[U, S]; other positions are zeros to the convolution.
         """
         value, gate = jnp.split(self.up(self.norm(x)), 2, axis=-1)
         inner = value.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
@@ -305,5 +305,4 @@ class FastConformer(nnx.Module):
             x = self.subsampling(patches.reshape(-1, config.unit, config.num_features), lengths)
             x = scaled(x, config.multiplier)
         is_heard = jnp.arange(config.unit // STRIDE) < -(-lengths // STRIDE)[:, None]
-        x = in_turn(self.layers, x, is_heard)
-        return x
+        return in_turn(self.layers, x, is_heard)

@@ -218,7 +218,9 @@ class FunAsrLayer(nnx.Module):
         self.norm = norm("final_layernorm", size) if normed else None
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Return the layer's output [P, D] for x [P, in_size]. segment: i32[P], the positions' sounds, -1 for none."""
+        """Return x + attention(norm(x)), without x if its size changes, then x + mlp(norm(x)), [P, D], for x [P,
+        in_size], normed if the layer is. segment: i32[P], the positions' sounds, -1 for none.
+        """
         with jax.named_scope("attention"):
             y = self.attention(self.norm1(x), segment)
             x = x + y if self.is_residual else y
@@ -259,8 +261,7 @@ class FunAsrTower(nnx.Module):
         x = in_turn(self.layers, x, segment)
         with jax.named_scope("projector"):
             x = self.projector(x)
-        x = in_turn(self.adaptor, x, segment, name="adaptor")
-        return x
+        return in_turn(self.adaptor, x, segment, name="adaptor")
 
 
 def _frequencies(size: int) -> np.ndarray:

@@ -131,7 +131,7 @@ def read_vibevoice_asr(fields: ConfigFields) -> VibeVoiceTowerConfig:
 
 
 def _integers(fields: ConfigFields, name: str, least: int, most: int) -> tuple[int, ...]:
-    """Return the field `name`, a list of at most _MOST_RATIOS + 1 integers from `least` to `most`. Raises
+    """Return the field `name`, a list of 1 to _MOST_RATIOS + 1 integers from `least` to `most`. Raises
     ModelConfigError for any other value.
     """
     found = fields.value(name)
@@ -210,7 +210,7 @@ class ConvolutionLayer(nnx.Module):
         self.mlp = TowerMLP(size, size * sizes.expansion, **names, activation=activation, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the layer's output for x [U, T, C], in the same shape."""
+        """Return x + scale * convolution(norm(x)), then x + scale * mlp(norm(x)), for x [U, T, C]: [U, T, C]."""
         x = x + self.convolution(self.norm1(x)) * self.scale1[...]
         y = self.mlp(self.norm2(x).reshape(-1, x.shape[2]))
         return x + y.reshape(x.shape) * self.scale2[...]

@@ -177,8 +177,8 @@ class _Layer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], seen: jax.Array) -> jax.Array:
-        """Return the layer's output [U * S, D] for x [U * S, D]. turns: cos and sin of the positions. seen: bool[U, S,
-        S], the keys (last axis) that each query sees.
+        """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D]. turns: cos and sin of the positions.
+        seen: bool[U, S, S], the keys (last axis) that each query sees.
         """
         units, count = seen.shape[:2]
         with jax.named_scope("attention"):

@@ -93,7 +93,9 @@ class _Layer(nnx.Module):
         self.mlp_norm = LayerNorm(size, vit.norm_eps, source=f"{source}.post_attention_layernorm", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Return the layer's result for x [U * S, D] of U = num_units units, each of which attends to itself."""
+        """Return x + norm(attention(x)), then x + norm(mlp(x)), for x [U * S, D] of U = num_units units, each of which
+        attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + self.attention_norm(self.attention(x, num_units))
         with jax.named_scope("mlp"):

@@ -179,8 +179,8 @@ class _Layer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, context: jax.Array, is_key: jax.Array) -> jax.Array:
-        """Return the layer's output for latents x [U * Q, D] and the patches' states, context [U * S, D]. is_key:
-        bool[U, S], patches that are attended to.
+        """Return x + attention(norm(x)), then x + mlp(norm(x)), for latents x [U * Q, D], which attend to the patches'
+        normed states, context [U * S, D], and to each other. is_key: bool[U, S], patches that are attended to.
         """
         count, own = len(is_key), self.latents_norm(x)
         with jax.named_scope("attention"):

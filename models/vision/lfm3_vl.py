@@ -207,8 +207,8 @@ class Lfm3VlLayer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, taps: Taps, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """Return the layer's output [P, D] for x [P, D]. taps: results of `taps_of`. turns: cos and sin of the patches.
-        attend: function from q, k and v to the attention output.
+        """Return x + mixer(norm(x)), then x + mlp(norm(x)), for x [P, D]: [P, D]. taps: results of `taps_of`. turns:
+        cos and sin of the patches. attend: function from q, k and v to the attention output.
         """
         normed = self.norm1(x)
         if self.conv is not None:

@@ -259,9 +259,9 @@ class _Layer(nnx.Module):
         self.gates = nnx.List([vector(1, f"{source}.gate_{part}", build) for part in ("attn", "ffn")] if gated else [])
 
     def __call__(self, x: jax.Array, is_patch: jax.Array) -> jax.Array:
-        """Return the layer's output for x [U, S, D]. is_patch: bool[U, S]; positions that are not a patch or class
-        token of a used tile do not attend to each other, as published code has it, but to those that are, and those to
-        all.
+        """Return x + gate(attention(norm(x))), then x + gate(mlp(norm(x))), for x [U, S, D]. is_patch: bool[U, S];
+        positions that are not a patch or class token of a used tile do not attend to each other, as published code has
+        it, but to those that are, and those to all.
         """
         shape, flat = x.shape, x.reshape(-1, x.shape[2])
         with jax.named_scope("attention"):

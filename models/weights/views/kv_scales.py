@@ -102,7 +102,9 @@ class KVShape(NamedTuple):
 
 
 def to_object(largest: KVScales) -> dict[str, Any]:
-    """Return the largest magnitudes as a JSON object: for keys and for values a list of heads for each layer."""
+    """Return the largest magnitudes as a JSON object: for keys and, if `v` is not None, values a list of heads
+    for each layer.
+    """
     values = {} if largest.v is None else {_LARGEST_VALUES: largest.v.tolist()}
     return {_LARGEST_KEYS: largest.k.tolist()} | values
 
