@@ -274,15 +274,16 @@ class ConformerLayer(nnx.Module):
         self.norm2, self.mlp2 = feed_forward("feed_forward2")
         self.norm = LayerNorm(size, _EPS, source=f"{layer}.norm_out", build=build)
 
-    def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, sounds: jax.Array) -> jax.Array:
         """Return x [U * S, D] after adding half of an MLP, then attention, a convolution and half of another MLP, each
-        computed from the sum so far, and after a final norm. is_heard: bool[U, S], positions of the sounds.
+        computed from the sum so far, and after a final norm. sounds: bool[U, S], positions of the sounds, or what
+        attention and convolution of a subclass take.
         """
         x = x + scaled(self.mlp1(self.norm1(x)), 0.5)
         with jax.named_scope("attention"):
-            x = x + self.attention(x, is_heard)
+            x = x + self.attention(x, sounds)
         with jax.named_scope("convolution"):
-            x = x + self.convolution(x, is_heard)
+            x = x + self.convolution(x, sounds)
         return self.norm(x + scaled(self.mlp2(self.norm2(x)), 0.5))
 
 
