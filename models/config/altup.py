@@ -249,8 +249,8 @@ class KimiK3Parts:
         return 1 if self.layers_per_block is None else 1 + -(-self.num_layers // self.layers_per_block)
 
     def num_finished(self, layer: int) -> int:
-        """Return how many hidden states layer number `layer` reads besides that of its own block: the embedding and the
-        sum of each earlier block; 0 without blocks. The layer number `num_layers` stands for the model's output.
+        """Return how many hidden states layer number `layer` reads besides the first: layer / layers_per_block, rounded
+        up; 0 without blocks. The layer number `num_layers` stands for the model's output.
         """
         return 0 if self.layers_per_block is None else -(-layer // self.layers_per_block)
 

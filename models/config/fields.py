@@ -245,7 +245,8 @@ class ConfigFields:
         return self.part_or_empty(name, **defaults)
 
     def part_or_empty(self, name: str, **defaults: Any) -> ConfigFields:
-        """Return a reader of a nested configuration, whose errors show the full name; of none if it is absent or null.
+        """Return a reader of a nested configuration, whose errors show the full name; an empty one if it is absent or
+        null.
         defaults: values for absent fields in it. Raises ModelConfigError if the field is anything else but a mapping.
         """
         own, prefix = self.mapping(name) or {}, f"{self.prefix}{name}."

@@ -69,7 +69,7 @@ def _as_long(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a config.json with overridden fields: nested configurations field by field, others in
-    text_config if there is one, and outside of it if they are there or not in it; ropes in text_config only. The
+    text_config if that has them, and outside of it if they are there or not in it; ropes in a text_config only. The
     context length follows new rope scalings, not the file's own. Raises ModelConfigError for a rope that is not a
     mapping, or that overrides give twice.
     """
