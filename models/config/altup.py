@@ -95,7 +95,7 @@ class LoopedLayers:
 
     @property
     def num_streams(self) -> int:
-        """Number of hidden states of a token."""
+        """Number of hidden states of a token: one."""
         return 1
 
     @property
@@ -195,7 +195,7 @@ class SharedBlocks:
 
     def having(self, name: str) -> tuple[int, ...]:
         """Return the numbers of the layers that have the module or tensor `name`, the model's name, together; () for
-        one that a single layer has.
+        one that a single layer has, and if blocks are not tied.
         """
         found = BLOCK.match(name)
         if found is None or not self.tied or "_adapter." in found[2]:
@@ -244,16 +244,16 @@ class KimiK3Parts:
     @property
     def num_streams(self) -> int:
         """Number of hidden states of a token: the sum of outputs of the current block, then the embedding and the sum
-        of each block that another one follows.
+        of each block that another one follows; 1 without blocks.
         """
         return 1 if self.layers_per_block is None else 1 + -(-self.num_layers // self.layers_per_block)
 
     def num_finished(self, layer: int) -> int:
-        """Return how many of these hidden states layer number `layer` reads besides the first; 0 without blocks. The
-        layer number `num_layers` stands for the model's output.
+        """Return how many hidden states layer number `layer` reads besides the first: layer / layers_per_block, rounded
+        up; 0 without blocks. The layer number `num_layers` stands for the model's output.
         """
         return 0 if self.layers_per_block is None else -(-layer // self.layers_per_block)
 
     def begins(self, layer: int) -> bool:
-        """Return whether layer number `layer` is the first of a block."""
+        """Return whether layer number `layer` is the first of a block; False without blocks."""
         return self.layers_per_block is not None and layer % self.layers_per_block == 0

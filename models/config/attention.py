@@ -161,7 +161,7 @@ class KeyIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that a token attends to, if it selects blocks."""
+        """Number of blocks that a token attends to; top_k where keys are selected one by one."""
         return self.top_k // (self.block or 1)
 
     @property
@@ -469,5 +469,5 @@ class LayerAttention:
 
     @property
     def sm_scale(self) -> float:
-        """Factor of the products of queries and keys."""
+        """Factor of the products of queries and keys: `scale`, or head_dim ** -0.5 if that is None."""
         return self.head_dim**-0.5 if self.scale is None else self.scale

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ _SIEVED = 1 << 16  # numbers among which primes are looked for at a time
 
 
 def is_token_map(name: Any) -> bool:
-    """Return whether a tensor's name, which a caller may have given as any object, is that of a TOKEN_MAP."""
+    """Return whether `name`, any object of a caller, is a string that ends in ".token_map"."""
     return isinstance(name, str) and name.endswith(f".{TOKEN_MAP}")
 
 
@@ -80,6 +80,8 @@ class CompressedKeys:
     rate: int | None = None
     overlapping: bool = False
     index: BlockIndex | None = None
+    # The field of config.json with the rate, and the least rate.
+    _rate_field: ClassVar[tuple[str, int]] = ("compress_rates", 2)
 
     def __post_init__(self) -> None:
         check_size("sliding_window", self.window, _MOST_KEPT, 2)
@@ -87,7 +89,7 @@ class CompressedKeys:
         check_size("o_groups", self.out_groups, MAX_HEADS)
         check_size("o_lora_rank", self.out_rank, MAX_HIDDEN)
         if self.rate is not None:
-            check_size("compress_rates", self.rate, _MOST_KEPT, 2)
+            check_size(self._rate_field[0], self.rate, _MOST_KEPT, self._rate_field[1])
 
     @property
     def has_indexer(self) -> bool:
@@ -186,14 +188,7 @@ class SharedKeys(CompressedKeys):
     selects: bool = True
     candidates: Candidates | None = None
     lookback: int = 0
-
-    def __post_init__(self) -> None:
-        check_size("sliding_window", self.window, _MOST_KEPT, 2)
-        check_size("q_lora_rank", self.q_rank, MAX_HIDDEN)
-        check_size("o_groups", self.out_groups, MAX_HEADS)
-        check_size("o_lora_rank", self.out_rank, MAX_HIDDEN)
-        if self.rate is not None:
-            check_size("compress_ratios", self.rate, _MOST_KEPT)
+    _rate_field: ClassVar[tuple[str, int]] = ("compress_ratios", 1)
 
     @property
     def has_indexer(self) -> bool:
@@ -276,7 +271,7 @@ class NgramMemory:
 
     def multipliers(self, layer: int) -> tuple[int, ...]:
         """Return the odd factor, below 2 ** 63 / vocab_size, of the ids of a token and of each of the longest - 1
-        tokens before it, in the layer number `layer`.
+        tokens before it, in the layer number `layer`, drawn from numpy's generator with the seed 10007 * layer.
         """
         bound = max(1, (2**63 - 1) // self.vocab_size // 2)
         drawn = np.random.default_rng(10007 * layer).integers(0, bound, self.longest, np.int64)

@@ -245,7 +245,10 @@ class ConfigFields:
         return self.part_or_empty(name, **defaults)
 
     def part_or_empty(self, name: str, **defaults: Any) -> ConfigFields:
-        """Return the same as `part`, but read an absent or null field as an empty mapping."""
+        """Return a reader of a nested configuration, whose errors show the full name; an empty one if it is absent or
+        null.
+        defaults: values for absent fields in it. Raises ModelConfigError if the field is anything else but a mapping.
+        """
         own, prefix = self.mapping(name) or {}, f"{self.prefix}{name}."
         return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
 

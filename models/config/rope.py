@@ -333,7 +333,7 @@ def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling
     """
 
     def dimension_with(turns: float) -> float:
-        """Return the (fractional) index of the pair that makes so many rotations in the original context."""
+        """Return the (fractional) index of the pair that makes `turns` rotations in the original context."""
         context = scaling.original_max_position_embeddings
         return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

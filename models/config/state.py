@@ -221,7 +221,7 @@ class GatedDelta:
     @property
     def arrays(self) -> tuple[StateArray, ...]:
         """State arrays: the convolution's window [kernel - 1, channels] in the model's dtype, the matrices
-        float32[N, k_head_dim, v_head_dim], and those of `ngrams`.
+        float32[num_v_heads, k_head_dim, v_head_dim], and those of `ngrams`.
         """
         channels = 2 * self.key_size + self.value_size
         return (
@@ -270,7 +270,7 @@ class LinearState:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """State arrays: the matrices [N, H, H]."""
+        """State arrays: the matrices float32[num_heads, head_dim, head_dim]."""
         return (StateArray((self.num_heads, self.head_dim, self.head_dim), "float32", ("heads", None, None)),)
 
     @property
@@ -338,7 +338,7 @@ class StateSpace:
     @property
     def arrays(self) -> tuple[StateArray, ...]:
         """State arrays: the convolution's windows [kernel - 1, ...] of inputs and of all groups' B and C, in the
-        model's dtype, and the matrices float32[N, head_dim, state_size].
+        model's dtype, and the matrices float32[num_heads, head_dim, state_size].
         """
         before = self.conv_kernel - 1
         return (

@@ -75,7 +75,7 @@ class Tap(NamedTuple):
 
 def split_names(value: Any) -> tuple[str, ...]:
     """Return names, given as a list or as one text separated by commas, as a tuple without surrounding spaces. Raises
-    TypeError for any other value, and for an empty list or text.
+    TypeError for any other value, and for an empty list; an empty text is one empty name.
     """
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):

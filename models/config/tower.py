@@ -39,7 +39,7 @@ class TowerConfig:
       adds: whether embeddings are added to those of their tokens, instead of replacing them.
       whole_prompt: largest number of tokens of a prompt with images if all of its tokens attend to each other; 0 if
         only those of an image do.
-      in_windows_only: whether that holds only in layers with a window, while other layers are causal.
+      in_windows_only: whether attention in both directions is of layers with a window only, and others are causal.
       num_parts: E / D, 1 + the number of decoder layers that add a part of an embedding to hidden states (DeepStack).
       part_layers: for each part after the first, the number of decoder layers before it; () if there is one after each
         of the first layers.

@@ -103,7 +103,7 @@ class CohereAsrTower(FastConformer):
         )
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the keys and values (CrossProjections) of U sounds, [U, 2 L * S * D], for their spectrograms
+        """Return the keys and values of U sounds for L decoder layers, [U, 2 L * S * D], for their spectrograms
         f32[U * P, B]. columns: i32[1, U * P], HEARD.
         """
         lengths = (columns[0].reshape(-1, self.config.unit) > 0).sum(axis=1)

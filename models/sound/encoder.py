@@ -22,9 +22,9 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
-from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
-from jaxengine.models.vision.base.vit import attend_units
+from jaxengine.models.params.declare import Source
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, in_turn, tower_axis
+from jaxengine.models.vision.base.vit import attend_units, table
 
 EPS = 1e-5
 # transformers' sizes of an encoder as that of Whisper's large models, for fields that a file lacks.
@@ -205,9 +205,7 @@ class SoundEncoder(nnx.Module):
                 for name, width, stride in convolutions
             ]
         )
-        rows = Source(f"{source}.embed_positions.weight", sizes.num_positions)
-        shape = sizes.num_positions, size
-        self.positions = declare(shape, build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
+        self.positions = table(sizes.num_positions, size, f"{source}.embed_positions.weight", build)
         layers = (f"{source}.layers.{number}" for number in range(sizes.num_layers))
         self.layers = nnx.List([EncoderLayer(sizes, source=each, build=build) for each in layers])
         self.norm = LayerNorm(size, EPS, source=f"{source}.layer_norm", build=build)
@@ -224,9 +222,7 @@ class SoundEncoder(nnx.Module):
             for convolution in self.convolutions:
                 x = convolution(x)
             x = (x + self.positions[...]).reshape(num_sounds * sizes.num_positions, -1)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, num_sounds, is_heard)
+        x = in_turn(self.layers, x, num_sounds, is_heard)
         if self.pooled > 1:
             joined = x.astype(jnp.float32).reshape(len(x) // self.pooled, self.pooled, -1)
             x = joined.mean(axis=1).astype(x.dtype)

@@ -24,8 +24,8 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
-from jaxengine.models.vision.base.vit import linear
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, in_turn, tower_axis
+from jaxengine.models.vision.base.vit import linear, table, vector
 
 SUBSAMPLING = "pre_encode"  # in the encoder
 # Ends of the names of tensors of more than two axes.
@@ -102,10 +102,8 @@ class Kernel(nnx.Module):
     """Weights [C, taps] and biases [C] of a convolution of each channel by itself. bias: whether there are any."""
 
     def __init__(self, channels: int, taps: int, *, source: str, build: Build, bias: bool = True):
-        weight = ParamDecl((None, None), (Source(f"{source}.weight", channels),), init_std=0.02)
-        self.weight = declare((channels, taps), build.dtype, weight)
-        decl = ParamDecl((None,), (Source(f"{source}.bias", channels),), init_std=0.02)
-        self.bias = declare((channels,), build.dtype, decl) if bias else None
+        self.weight = table(channels, taps, f"{source}.weight", build)
+        self.bias = vector(channels, f"{source}.bias", build) if bias else None
 
     def added(self, parts: Any) -> jax.Array:
         """Return f32[..., C], the sum of `parts`, one array [..., C or 1] for each tap, times the weights, plus the
@@ -242,8 +240,8 @@ class ConformerConvolution(nnx.Module):
         self.scale, self.bias = column("weight"), column("bias")
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Return the block's output [U * S, D], without the residual, for x [U * S, D]. is_heard: bool[U, S]; other
-        positions are zeros to the convolution.
+        """Return down(act(batch_norm(convolution(gated(up(norm(x))))))) for x [U * S, D], without the residual.
+        is_heard: bool[U, S]; other positions are zeros to the convolution.
         """
         value, gate = jnp.split(self.up(self.norm(x)), 2, axis=-1)
         inner = value.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
@@ -276,15 +274,16 @@ class ConformerLayer(nnx.Module):
         self.norm2, self.mlp2 = feed_forward("feed_forward2")
         self.norm = LayerNorm(size, _EPS, source=f"{layer}.norm_out", build=build)
 
-    def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, sounds: jax.Array) -> jax.Array:
         """Return x [U * S, D] after adding half of an MLP, then attention, a convolution and half of another MLP, each
-        computed from the sum so far, and after a final norm. is_heard: bool[U, S], positions of the sounds.
+        computed from the sum so far, and after a final norm. sounds: bool[U, S], positions of the sounds, or what
+        attention and convolution of a subclass take.
         """
         x = x + scaled(self.mlp1(self.norm1(x)), 0.5)
         with jax.named_scope("attention"):
-            x = x + self.attention(x, is_heard)
+            x = x + self.attention(x, sounds)
         with jax.named_scope("convolution"):
-            x = x + self.convolution(x, is_heard)
+            x = x + self.convolution(x, sounds)
         return self.norm(x + scaled(self.mlp2(self.norm2(x)), 0.5))
 
 
@@ -307,7 +306,4 @@ class FastConformer(nnx.Module):
             x = self.subsampling(patches.reshape(-1, config.unit, config.num_features), lengths)
             x = scaled(x, config.multiplier)
         is_heard = jnp.arange(config.unit // STRIDE) < -(-lengths // STRIDE)[:, None]
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, is_heard)
-        return x
+        return in_turn(self.layers, x, is_heard)

@@ -20,11 +20,12 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.sound.gemma4 import neighbours, shifted
 from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
-from jaxengine.models.vision.base.layers import TowerMLP, tower_axis
+from jaxengine.models.vision.base.layers import TowerMLP, in_turn, tower_axis
+from jaxengine.models.vision.base.vit import table
 from jaxengine.models.vision.llava import PROJECTOR, Projector
 
 # End of the names of tensors of more than two axes.
@@ -177,11 +178,11 @@ class FunAsrAttention(nnx.Module):
         parts = tuple(Source(f"{source}.{name}_proj", size, group=sizes.head_dim) for name in "qkv")
         self.qkv = Linear(in_size, parts, axes=("embed", heads), bias=True, build=build)
         self.out = Linear(size, (Source(f"{source}.o_proj", size),), axes=(heads, "embed"), bias=True, build=build)
-        weight = ParamDecl((None, None), (Source(f"{source}{CONVOLUTION}", size),), init_std=0.02)
-        self.weight = declare((size, taps), build.dtype, weight) if taps else None
+        self.weight = table(size, taps, f"{source}{CONVOLUTION}", build) if taps else None
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Return the attention output [P, D], without the residual, of x [P, in_size].
+        """Return the attention output [P, D], without the residual, of x [P, in_size], plus, with `taps`, the sum of
+        near values.
 
         segment: i32[P], the sound of each position, -1 for none; no position sees another sound's.
         """
@@ -217,7 +218,9 @@ class FunAsrLayer(nnx.Module):
         self.norm = norm("final_layernorm", size) if normed else None
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Return the layer's output [P, D] for x [P, in_size]. segment: i32[P], as in FunAsrAttention."""
+        """Return x + attention(norm(x)), without x if its size changes, then x + mlp(norm(x)), [P, D], for x [P,
+        in_size], normed if the layer is. segment: i32[P], the positions' sounds, -1 for none.
+        """
         with jax.named_scope("attention"):
             y = self.attention(self.norm1(x), segment)
             x = x + y if self.is_residual else y
@@ -255,15 +258,10 @@ class FunAsrTower(nnx.Module):
         angles = place[:, None].astype(jnp.float32) * _frequencies(config.num_features)
         turns = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
         x = patches.astype(self.dtype) * jnp.asarray(config.encoder.size**0.5, self.dtype) + turns.astype(self.dtype)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, segment)
+        x = in_turn(self.layers, x, segment)
         with jax.named_scope("projector"):
             x = self.projector(x)
-        for index, layer in enumerate(self.adaptor):
-            with jax.named_scope(f"adaptor_{index}"):
-                x = layer(x, segment)
-        return x
+        return in_turn(self.adaptor, x, segment, name="adaptor")
 
 
 def _frequencies(size: int) -> np.ndarray:

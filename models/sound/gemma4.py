@@ -26,8 +26,8 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm, UnbiasedLayerNorm, rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.encoder import sinusoids
-from jaxengine.models.vision.base.layers import tower_axis
-from jaxengine.models.vision.base.vit import linear
+from jaxengine.models.vision.base.layers import in_turn, tower_axis
+from jaxengine.models.vision.base.vit import linear, table
 from jaxengine.models.vision.gemma4 import ClippedLinear
 
 TOWER, PROJECTOR = "model.audio_tower", "model.embed_audio"
@@ -203,8 +203,7 @@ class Halving(nnx.Module):
     """
 
     def __init__(self, in_channels: int, channels: int, eps: float, *, source: str, build: Build):
-        weight = ParamDecl((None, None), (Source(f"{source}.conv.weight", channels),), init_std=0.02)
-        self.weight = declare((channels, 9 * in_channels), build.dtype, weight)
+        self.weight = table(channels, 9 * in_channels, f"{source}.conv.weight", build)
         self.norm = UnbiasedLayerNorm(channels, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
@@ -299,8 +298,7 @@ class LightConvolution(nnx.Module):
         )
         self.start = _product(config, size, "lconv1d.linear_start", 2 * size, ("embed", "embed"), build)
         self.end = _product(config, size, "lconv1d.linear_end", size, ("embed", "embed"), build)
-        weight = ParamDecl((None, None), (Source(f"{name}.depthwise_conv1d.weight", size),), init_std=0.02)
-        self.weight = declare((size, config.taps), build.dtype, weight)
+        self.weight = table(size, config.taps, f"{name}.depthwise_conv1d.weight", build)
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
         value, gate = jnp.split(self.start(self.input_norm(x)), 2, axis=-1)
@@ -370,9 +368,7 @@ class Gemma4SoundTower(nnx.Module):
             for convolution in self.convolutions:
                 x, segment = convolution(x, segment >= 0), segment[::2]
             x = self.joined(x.reshape(len(segment), -1))
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, segment)
+        x = in_turn(self.layers, x, segment)
         with jax.named_scope("projector"):
             x = self.output(x)
             return self.projector(rms_normalized(x, self.config.norm_eps).astype(x.dtype))

@@ -18,7 +18,7 @@ from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.sound.encoder import EPS, LARGE, Convolution, EncoderLayer, EncoderNames, EncoderSizes
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.vision.base.layers import rope_frequencies
+from jaxengine.models.vision.base.layers import in_turn, rope_frequencies
 from jaxengine.models.vision.llava import Projector
 
 # Positions that become one row.
@@ -130,8 +130,6 @@ class GlmAsrTower(nnx.Module):
             place = jnp.arange(len(x), dtype=jnp.int32) % sizes.num_positions
             angles = place.astype(jnp.float32)[:, None] * freqs
             turns = jnp.cos(angles), jnp.sin(angles)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, num_sounds, turns=turns)
+        x = in_turn(self.layers, x, num_sounds, None, turns)
         with jax.named_scope("projector"):
             return self.projector(self.norm(x).reshape(len(x) // _JOINED, -1))

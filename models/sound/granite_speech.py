@@ -23,6 +23,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.models.sound.fast_conformer import ConformerLayer
 from jaxengine.models.sound.gemma4 import neighbours, shifted
 from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, tower_axis
 from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer, read_query_config
@@ -208,11 +209,11 @@ class BlockAttention(nnx.Module):
         self.out = linear(inner, f"{source}.to_out", size, ("heads", "embed"), build)
         self.distances = table(2 * config.farthest + 1, config.head_dim, f"{source}.rel_pos_emb.weight", build)
 
-    def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
         """Return the output [P, D], without the residual, of attention within each block of `block` positions of
         norm(x), x [P, D], with products of queries with keys and with vectors of distances.
 
-        is_heard: bool[P], positions that are attended to.
+        segment: i32[P], the sound of each position, -1 for none, which is not attended to.
         """
         config = self.config
         q, k, v = (
@@ -224,7 +225,7 @@ class BlockAttention(nnx.Module):
         exact = {"preferred_element_type": jnp.float32}
         scores = jnp.einsum("gsnh,gtnh->gnst", q, k, **exact) + jnp.einsum("gsnh,sth->gnst", q, of_distance, **exact)
         # Not -inf: a block after a sound has no key at all.
-        seen = is_heard.reshape(-1, 1, 1, config.block)
+        seen = (segment >= 0).reshape(-1, 1, 1, config.block)
         scores = jnp.where(seen, scores * config.head_dim**-0.5, jnp.finfo(scores.dtype).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         o = jnp.einsum("gnst,gtnh->gsnh", weights, v, **exact).astype(x.dtype)
@@ -241,8 +242,7 @@ class ConformerConvolution(nnx.Module):
         self.norm = LayerNorm(size, _EPS, source=f"{source}.norm", build=build)
         self.up = PatchEmbedding(size, 2 * inner, source=f"{source}.up_conv", bias=True, build=build)
         self.down = PatchEmbedding(inner, size, source=f"{source}.down_conv", bias=True, build=build)
-        weight = ParamDecl((None, None), (Source(f"{source}.depth_conv.conv.weight", inner),), init_std=0.02)
-        self.weight = declare((inner, config.taps), build.dtype, weight)
+        self.weight = table(inner, config.taps, f"{source}.depth_conv.conv.weight", build)
 
         def column(name: str) -> nnx.Param:
             return declare((inner,), build.dtype, ParamDecl((None,), (Source(f"{source}.batch_norm.{name}", inner),)))
@@ -269,8 +269,8 @@ class ConformerConvolution(nnx.Module):
         return self.down(jax.nn.silu(y).astype(x.dtype))
 
 
-class ConformerLayer(nnx.Module):
-    """Layer of half a feed-forward block, attention, a convolution, the other half, and a norm."""
+class _Layer(ConformerLayer):
+    """ConformerLayer over positions [P, D] of several sounds, called with the sound of each, i32[P]."""
 
     def __init__(self, config: GraniteSpeechConfig, build: Build):
         size = config.hidden_size
@@ -286,19 +286,6 @@ class ConformerLayer(nnx.Module):
         self.norm2, self.mlp2 = feed_forward("ff2")
         self.norm = LayerNorm(size, _EPS, source=f"{_LAYER}.post_norm", build=build)
 
-    def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Return x [P, D] after adding half of an MLP, then attention, a convolution and half of another MLP, each
-        computed from the sum so far, and after a final norm: [P, D].
-
-        segment: i32[P], the sound of each position, -1 for none.
-        """
-        x = x + scaled(self.mlp1(self.norm1(x)), 0.5)
-        with jax.named_scope("attention"):
-            x = x + self.attention(x, segment >= 0)
-        with jax.named_scope("convolution"):
-            x = x + self.convolution(x, segment)
-        return self.norm(x + scaled(self.mlp2(self.norm2(x)), 0.5))
-
 
 class GraniteSpeechTower(nnx.Module):
     """Tower of Granite Speech.
@@ -310,9 +297,7 @@ class GraniteSpeechTower(nnx.Module):
     def __init__(self, config: GraniteSpeechConfig, hidden_size: int, build: Build):
         self.config, size, axes, queries = config, config.hidden_size, ("embed", "embed"), config.queries
         self.input = linear(config.num_features, f"{TOWER}.input_linear", size, axes, build)
-        self.layers = nnx.List(
-            [ConformerLayer(config, replace(build, layer=layer)) for layer in range(config.num_layers)]
-        )
+        self.layers = nnx.List([_Layer(config, replace(build, layer=layer)) for layer in range(config.num_layers)])
         self.guess = linear(size, f"{TOWER}.out", config.num_labels, axes, build)
         self.guessed = linear(config.num_labels, f"{TOWER}.out_mid", size, axes, build)
         width = queries.hidden_size

@@ -23,7 +23,7 @@ from jaxengine.models.layers.base.norm import UnbiasedLayerNorm
 from jaxengine.models.layers.base.rope import apply_rope, rope_table
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.crossed import HEARD, CrossedSoundConfig, CrossProjections, row_size
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, in_turn, tower_axis
 from jaxengine.models.vision.base.vit import attend_units, linear
 
 ENCODER = "model.encoder"
@@ -189,7 +189,7 @@ class MoonshineTower(nnx.Module):
         self.cross = CrossProjections(config, size, size, source=source, bias=(False, False), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the keys and values (CrossProjections) of U sounds, [U, 2 L * S * D], for their samples
+        """Return the keys and values of U sounds for L decoder layers, [U, 2 L * S * D], for their samples
         f32[U * P, PATCH]. columns: i32[1, U * P], HEARD.
         """
         config = self.config
@@ -207,7 +207,5 @@ class MoonshineTower(nnx.Module):
         cos, sin = rope_table(jnp.arange(x.shape[1], dtype=jnp.int32), config.rope)
         turns = (jnp.tile(cos, (len(x), 1)), jnp.tile(sin, (len(x), 1)))
         x = x.reshape(-1, config.size)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, is_heard, turns)
+        x = in_turn(self.layers, x, is_heard, turns)
         return self.cross(self.norm(x), len(is_heard))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +65,8 @@ def read_musicflamingo(fields: ConfigFields) -> MusicFlamingoTowerConfig:
         raise fields.fail("rope_parameters", f"of a rope_theta of {own.unit // own.merge}, rows of a window, or more")
     if (seconds := fields.number("audio_frame_step", _FRAME_SECONDS)) > _MOST_SECONDS:
         raise fields.fail("audio_frame_step", f"a number > 0 and <= {_MOST_SECONDS:g}")
-    shared: dict[str, Any] = {each.name: getattr(own, each.name) for each in fields_of(own)}
-    shared["columns"] = ("sound", "window")
     return MusicFlamingoTowerConfig(
-        **shared,
+        **{**vars(own), "columns": ("sound", "window")},
         rotated=int(own.sizes.size * share),
         theta=theta,
         row_seconds=seconds * own.merge,

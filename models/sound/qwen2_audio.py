@@ -4,7 +4,9 @@ and one product. Positions of silence after a sound are not attended to.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from flax import nnx
@@ -18,7 +20,7 @@ from jaxengine.models.vision.llava import PROJECTOR
 
 # Prefix of the tower's tensors in the model's names: checkpoints may have more before it.
 TOWER = "audio_tower"
-_POOLED = 2
+POOLED = 2
 # transformers' defaults of fields that a file lacks.
 DEFAULTS = {
     "num_mel_bins": 128,
@@ -41,18 +43,18 @@ class Qwen2AudioTowerConfig(TowerConfig):
         return Qwen2AudioTower(self, hidden_size, build)
 
 
-def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
-    """Return the tower's configuration from the `audio_config` of a config.json. Raises ModelConfigError for wrong
-    fields, and for an odd number of positions.
+def read_qwen2_audio(fields: ConfigFields, defaults: Mapping[str, Any] = DEFAULTS) -> Qwen2AudioTowerConfig:
+    """Return the tower's configuration from the `audio_config` of a config.json. defaults: values of absent fields.
+    Raises ModelConfigError for wrong fields, and for an odd number of positions.
     """
-    audio = fields.part("audio_config", **DEFAULTS)
+    audio = fields.part("audio_config", **defaults)
     sizes = read_encoder(audio)
-    if sizes.num_positions % _POOLED:
+    if sizes.num_positions % POOLED:
         raise audio.fail("max_source_positions", "an even number")
     return Qwen2AudioTowerConfig(
         num_features=sizes.num_bins,
         columns=("sound",),
-        merge=2 * _POOLED,
+        merge=2 * POOLED,
         unit=2 * sizes.num_positions,
         hears=True,
         sizes=sizes,
@@ -68,13 +70,18 @@ class Qwen2AudioTower(nnx.Module):
 
     def __init__(self, config: Qwen2AudioTowerConfig, hidden_size: int, build: Build):
         self.config = config
-        self.encoder = SoundEncoder(config.sizes, source=TOWER, build=build, pooled=_POOLED)
+        self.encoder = SoundEncoder(config.sizes, source=TOWER, build=build, pooled=POOLED)
         axes = ("embed", "embed")
         self.projector = linear(config.sizes.size, f"{PROJECTOR}.linear", hidden_size, axes, build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         # A position is of two frames, and of the sound if the first of them is.
         is_heard = columns[0].reshape(-1, self.config.unit)[:, ::2] >= 0
-        x = self.encoder(patches, is_heard)
+        x = self.placed(self.encoder(patches, is_heard), columns)
         with jax.named_scope("projector"):
             return self.projector(x)
+
+    def placed(self, x: jax.Array, columns: jax.Array) -> jax.Array:
+        """Return the input of the projector for the encoder's rows x [P / merge, E]: x itself. columns: i32[C, P]."""
+        del columns
+        return x

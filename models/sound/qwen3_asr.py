@@ -19,10 +19,10 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.sound.encoder import EPS, EncoderLayer, EncoderSizes, read_encoder, sinusoids
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.vision.base.vit import linear
+from jaxengine.models.vision.base.layers import in_turn
+from jaxengine.models.vision.base.vit import linear, table, vector
 from jaxengine.models.vision.llava import Projector
 
 # Frames that become one position: each of three convolutions halves their number.
@@ -114,10 +114,8 @@ class Halving(nnx.Module):
 
     def __init__(self, in_channels: int, channels: int, *, source: str, build: Build):
         self.channels, self.dtype = channels, build.dtype
-        weight = ParamDecl((None, None), (Source(f"{source}.weight", channels),), init_std=0.02)
-        self.weight = declare((channels, 9 * in_channels), build.dtype, weight)
-        bias = ParamDecl((None,), (Source(f"{source}.bias", channels),), init_std=0.02)
-        self.bias = declare((channels,), build.dtype, bias)
+        self.weight = table(channels, 9 * in_channels, f"{source}.weight", build)
+        self.bias = vector(channels, f"{source}.bias", build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.weight[...].reshape(self.channels, -1, 3, 3)
@@ -166,9 +164,7 @@ class Qwen3ASRTower(nnx.Module):
             x = self._convolved(patches.reshape(num_chunks, config.chunk, config.num_features), kind != CUT)
         # A position is of eight frames, and of the sound if the first of them is.
         is_heard = (kind[:, ::STRIDE] >= 0).reshape(num_windows, -1)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, num_windows, is_heard)
+        x = in_turn(self.layers, x, num_windows, is_heard)
         with jax.named_scope("projector"):
             x = self.projector(self.norm(x))
         rows = x.reshape(num_chunks, -1, x.shape[1])

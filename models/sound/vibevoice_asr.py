@@ -23,9 +23,8 @@ from jaxengine.models.config.fields import MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAY
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.norm import RMSNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import TowerMLP
-from jaxengine.models.vision.base.vit import linear
+from jaxengine.models.vision.base.vit import linear, table, vector
 from jaxengine.models.vision.llava import PROJECTOR
 
 ACOUSTIC, SEMANTIC = "acoustic_tokenizer_encoder", "semantic_tokenizer_encoder"
@@ -132,7 +131,7 @@ def read_vibevoice_asr(fields: ConfigFields) -> VibeVoiceTowerConfig:
 
 
 def _integers(fields: ConfigFields, name: str, least: int, most: int) -> tuple[int, ...]:
-    """Return the field `name`, a list of at most _MOST_RATIOS + 1 integers from `least` to `most`. Raises
+    """Return the field `name`, a list of 1 to _MOST_RATIOS + 1 integers from `least` to `most`. Raises
     ModelConfigError for any other value.
     """
     found = fields.value(name)
@@ -178,10 +177,8 @@ class CausalConvolution(nnx.Module):
     def __init__(self, channels: int, size: int, taps: int, source: str, build: Build, *, stride: int = 1, alone=False):
         self.taps, self.stride, self.groups, self.dtype = taps, stride, channels if alone else 1, build.dtype
         self.shape = size, channels // self.groups, taps
-        weight = ParamDecl((None, None), (Source(f"{source}.weight", size),), init_std=0.02)
-        self.weight = declare((size, channels // self.groups * taps), build.dtype, weight)
-        bias = ParamDecl((None,), (Source(f"{source}.bias", size),), init_std=0.02)
-        self.bias = declare((size,), build.dtype, bias)
+        self.weight = table(size, channels // self.groups * taps, f"{source}.weight", build)
+        self.bias = vector(size, f"{source}.bias", build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the convolution [U, T / stride, size] of x [U, T, channels], each window by itself."""
@@ -206,17 +203,14 @@ class ConvolutionLayer(nnx.Module):
         self.norm1, self.norm2 = (
             RMSNorm(size, sizes.eps, source=f"{source}.{name}", build=build) for name in ("norm", "ffn_norm")
         )
-        self.scale1, self.scale2 = (
-            declare((size,), build.dtype, ParamDecl((None,), (Source(f"{source}.{name}", size),), init_std=0.02))
-            for name in ("gamma", "ffn_gamma")
-        )
+        self.scale1, self.scale2 = (vector(size, f"{source}.{name}", build) for name in ("gamma", "ffn_gamma"))
         self.convolution = CausalConvolution(size, size, sizes.taps, f"{source}.mixer.conv", build, alone=True)
         names = {"up": (f"{source}.ffn.linear1",), "down": f"{source}.ffn.linear2"}
         activation = ACTIVATIONS[sizes.activation]
         self.mlp = TowerMLP(size, size * sizes.expansion, **names, activation=activation, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the layer's output for x [U, T, C], in the same shape."""
+        """Return x + scale * convolution(norm(x)), then x + scale * mlp(norm(x)), for x [U, T, C]: [U, T, C]."""
         x = x + self.convolution(self.norm1(x)) * self.scale1[...]
         y = self.mlp(self.norm2(x).reshape(-1, x.shape[2]))
         return x + y.reshape(x.shape) * self.scale2[...]

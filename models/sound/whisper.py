@@ -99,7 +99,7 @@ class WhisperTower(nnx.Module):
         self.cross = CrossProjections(config, hidden_size, hidden_size, source=source, bias=(False, True), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the keys and values (CrossProjections) of U sounds, [U, 2 L * S * D], for their spectrograms
+        """Return the keys and values of U sounds for L decoder layers, [U, 2 L * S * D], for their spectrograms
         f32[U * 2 S, F]. columns: not used, i32[0, U * 2 S].
         """
         return self.cross(self.encoder(patches), len(patches) // self.config.unit)

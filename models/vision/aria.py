@@ -61,8 +61,7 @@ class AriaTowerConfig(VitTowerConfig):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(self.num_layers, self.vit.num_layers)
-        return (f"{TOWER}.post_layernorm.", *(f"{TOWER}.encoder.layers.{number}." for number in behind))
+        return (f"{TOWER}.post_layernorm.", *self.unused_layers(f"{TOWER}.encoder.layers", self.num_layers))
 
     def make(self, hidden_size: int, build: Build) -> AriaTower:
         return AriaTower(self, hidden_size, build)

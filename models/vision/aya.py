@@ -11,22 +11,27 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import parts_of
 from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
 from jaxengine.models.vision.base.layers import tower_axis
-from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linear, read_layer_index, read_merge
+from jaxengine.models.vision.base.vit import (
+    VitConfig,
+    VitTowerConfig,
+    joined_neighbours,
+    linear,
+    read_layer_index,
+    read_merge,
+)
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
 
 @dataclass(frozen=True, kw_only=True)
-class AyaTowerConfig(TowerConfig):
+class AyaTowerConfig(VitTowerConfig):
     """SigLIP with Aya Vision's projector.
 
     Attributes:
-      vit: sizes.
       num_used_layers: number of layers before the hidden states that are used.
       last_norm: whether these are taken after the norm that follows the last layer.
       factor: number of patches along a side of the square that becomes one embedding.
@@ -34,7 +39,6 @@ class AyaTowerConfig(TowerConfig):
       norm_eps: epsilon of the norm before the projector; None for no norm.
     """
 
-    vit: VitConfig
     num_used_layers: int
     last_norm: bool
     factor: int
@@ -43,8 +47,7 @@ class AyaTowerConfig(TowerConfig):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(self.num_used_layers, self.vit.num_layers)
-        layers = (f"{TOWER}.encoder.layers.{n}." for n in behind)
+        layers = self.unused_layers(f"{TOWER}.encoder.layers", self.num_used_layers)
         return (f"{TOWER}.head.", *layers, *(() if self.last_norm else (f"{TOWER}.post_layernorm.",)))
 
     def make(self, hidden_size: int, build: Build) -> AyaTower:

@@ -12,7 +12,6 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv
 from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer, read_query_config
@@ -21,6 +20,7 @@ from jaxengine.models.vision.base.vit import (
     VitConfig,
     VitLayer,
     VitMLP,
+    VitTowerConfig,
     linear,
     read_vit,
     run_layers,
@@ -53,15 +53,14 @@ _QFORMER = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blip2TowerConfig(TowerConfig):
+class Blip2TowerConfig(VitTowerConfig):
     """Vision transformer and Q-Former of BLIP-2. A unit has at least as many patches as queries: those after the
     image's are not read.
 
     Attributes:
-      vit, queries: sizes.
+      queries: sizes of the Q-Former.
     """
 
-    vit: VitConfig
     queries: QueryConfig
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:

@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
+from jaxengine.models.params.declare import parts_of
 from jaxengine.models.vision.base.clip import CLIP, DEFAULTS, SIGLIP, ClipEncoder
 from jaxengine.models.vision.base.layers import tower_axis
 from jaxengine.models.vision.base.vit import (
@@ -25,6 +25,7 @@ from jaxengine.models.vision.base.vit import (
     linear,
     read_by_queries,
     read_vit,
+    vector,
 )
 
 # Prefixes in the model's names of tensors.
@@ -76,15 +77,17 @@ class ClipTower(nnx.Module):
 
 
 class SiglipTower(nnx.Module):
-    """Tower of SigLIP: a learned query attends to the patches, and an MLP follows. Called like ClipTower."""
+    """Tower of SigLIP: a learned query attends to the patches, and an MLP follows.
+
+    A call maps patches f32[P, F] and columns, of which there are none, to embeddings [P / merge, D].
+    """
 
     def __init__(self, config: EmbeddingTowerConfig, build: Build):
         vit, source = config.vit, f"{TOWER}.head"
         size, self.head_dim = vit.hidden_size, vit.head_size
         self.num_patches = vit.num_patches
         self.encoder = ClipEncoder(vit, (vit.num_layers,), TOWER, build, with_last_norm=True)
-        query = ParamDecl((None,), (Source(f"{source}.probe", size),), init_std=0.02)
-        self.query = declare((size,), build.dtype, query)
+        self.query = vector(size, f"{source}.probe", build)
         heads = tower_axis("heads", build)
         parts = (each._replace(group=self.head_dim) for each in parts_of(f"{source}.attention.in_proj", *[size] * 3))
         self.q, self.k, self.v = (

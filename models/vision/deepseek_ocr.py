@@ -21,9 +21,9 @@ from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activatio
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rope import apply_rope
-from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, rope_frequencies, tower_axis
-from jaxengine.models.vision.base.vit import VitConfig, linear, table
+from jaxengine.models.params.declare import Source
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, in_turn, rope_frequencies, tower_axis
+from jaxengine.models.vision.base.vit import VitConfig, linear, table, vector
 from jaxengine.models.vision.sam import FLATTENED, SamConfig, SamEncoder, convolved, read_sam
 
 TOWER, PROJECTOR, SEPARATOR = "vision_tower", "multi_modal_projector", "view_separator"
@@ -97,12 +97,7 @@ def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
     first = vision.part("sam_config")
     if sam.vit.grid % (4 * _MERGE):
         raise first.fail("image_size", f"a multiple of 16 * patch_size = {4 * _MERGE * sam.vit.patch_size}")
-    channels = first.value("downsample_channels", None) or (512, 896)
     encoder = _read_encoder(vision.part("encoder_config", **_ENCODER))
-    right = isinstance(channels, (list, tuple)) and len(channels) == 2 and channels[1] == encoder.hidden_size
-    if not right or any(type(each) is not int or not 1 <= each <= MAX_HIDDEN for each in channels):
-        allowed = f"two sizes up to {MAX_HIDDEN}, the second encoder_config.hidden_size {encoder.hidden_size}"
-        raise first.fail("downsample_channels", allowed)
     return DeepseekOcr2TowerConfig(
         num_features=sam.vit.num_features,
         columns=("side",),
@@ -110,9 +105,21 @@ def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
         # A further row is the separator after an image.
         unit=sam.vit.num_patches + _MERGE**2,
         sam=sam,
-        channels=(channels[0], channels[1]),
+        channels=read_channels(first, (512, 896), encoder.hidden_size),
         encoder=encoder,
     )
+
+
+def read_channels(sam: ConfigFields, default: tuple[int, int], size: int) -> tuple[int, int]:
+    """Return `downsample_channels` of the first encoder, `default` if it is absent, null or empty. Raises
+    ModelConfigError unless it is two sizes of which the second is `size`, the second encoder's.
+    """
+    channels = sam.value("downsample_channels", None) or default
+    right = isinstance(channels, (list, tuple)) and len(channels) == 2 and channels[1] == size
+    if not right or any(type(each) is not int or not 1 <= each <= MAX_HIDDEN for each in channels):
+        allowed = f"two sizes up to {MAX_HIDDEN}, the second encoder_config.hidden_size {size}"
+        raise sam.fail("downsample_channels", allowed)
+    return channels[0], channels[1]
 
 
 def _read_encoder(fields: ConfigFields) -> EncoderSizes:
@@ -170,8 +177,8 @@ class _Layer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], seen: jax.Array) -> jax.Array:
-        """Return the layer's output [U * S, D] for x [U * S, D]. turns: cos and sin of the positions. seen: bool[U, S,
-        S], the keys (last axis) that each query sees.
+        """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D]. turns: cos and sin of the positions.
+        seen: bool[U, S, S], the keys (last axis) that each query sees.
         """
         units, count = seen.shape[:2]
         with jax.named_scope("attention"):
@@ -219,8 +226,7 @@ class DeepseekOcr2Tower(nnx.Module):
         self.whole_queries = table(whole, second, f"{TOWER}.query_1024_resolution.weight", build)
         self.tile_queries = table(tile, second, f"{TOWER}.query_768_resolution.weight", build)
         self.projector = linear(second, PROJECTOR, hidden_size, ("embed", "embed"), build)
-        separator = ParamDecl((None,), (Source(SEPARATOR, hidden_size),), init_std=0.02)
-        self.separator = declare((hidden_size,), build.dtype, separator)
+        self.separator = vector(hidden_size, SEPARATOR, build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         config = self.config
@@ -257,7 +263,5 @@ class DeepseekOcr2Tower(nnx.Module):
         angles = positions[:, None] * rope_frequencies(half, self.config.encoder.theta).astype(jnp.float32)
         no_query = jnp.zeros((units, 2 * count, count), bool).at[:, count:].set(number <= number[:, None])
         seen = jnp.concatenate([jnp.broadcast_to(is_row[:, None], no_query.shape), no_query], axis=2)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, (jnp.cos(angles), jnp.sin(angles)), seen)
+        x = in_turn(self.layers, x, (jnp.cos(angles), jnp.sin(angles)), seen)
         return self.norm(x).reshape(units, 2 * count, size)[:, count:]

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import CLIP, DEFAULTS
-from jaxengine.models.vision.base.layers import PatchEmbedding
-from jaxengine.models.vision.base.vit import VitConfig, VitLayer, VitNames, linear, read_vit, table
-from jaxengine.models.vision.deepseek_ocr import PROJECTOR, SEPARATOR, TOWER
+from jaxengine.models.vision.base.layers import PatchEmbedding, in_turn
+from jaxengine.models.vision.base.vit import VitConfig, VitLayer, VitNames, linear, read_vit, table, vector
+from jaxengine.models.vision.deepseek_ocr import PROJECTOR, SEPARATOR, TOWER, read_channels
 from jaxengine.models.vision.sam import SamConfig, SamEncoder, convolved, is_inside, read_sam, shrunk
 
 NEWLINE = "image_newline"
@@ -76,11 +75,6 @@ def read_deepseek_ocr(fields: ConfigFields) -> DeepseekOcrTowerConfig:
     clip, lines = read_vit(encoder, has_class_token=True), sam.vit.grid // _MERGE
     if clip.grid != lines:
         raise encoder.fail("image_size", f"such that it has {lines} patches a side, as many as SAM has rows")
-    channels = first.value("downsample_channels", None) or (512, 1024)
-    right = isinstance(channels, (list, tuple)) and len(channels) == 2 and channels[1] == clip.hidden_size
-    if not right or any(type(each) is not int or not 1 <= each <= MAX_HIDDEN for each in channels):
-        allowed = f"two sizes up to {MAX_HIDDEN}, the second encoder_config.hidden_size {clip.hidden_size}"
-        raise first.fail("downsample_channels", allowed)
     return DeepseekOcrTowerConfig(
         num_features=sam.vit.num_features,
         columns=("side",),
@@ -88,7 +82,7 @@ def read_deepseek_ocr(fields: ConfigFields) -> DeepseekOcrTowerConfig:
         # Further rows are the ends of lines, and the separator after an image.
         unit=sam.vit.num_patches + (lines + 1) * _MERGE**2,
         sam=sam,
-        channels=(channels[0], channels[1]),
+        channels=read_channels(first, (512, 1024), clip.hidden_size),
         clip=clip,
     )
 
@@ -116,9 +110,8 @@ class DeepseekOcrTower(nnx.Module):
         self.norm = LayerNorm(second, clip.norm_eps, source=f"{encoder}.pre_layrnorm", build=build)
         self.positions = table(clip.num_positions, second, f"{encoder}.embeddings.position_embedding.weight", build)
         self.projector = linear(2 * second, PROJECTOR, hidden_size, ("embed", "embed"), build)
-        self.class_token = _vector(f"{encoder}.embeddings.class_embedding", second, build)
-        self.newline = _vector(NEWLINE, hidden_size, build)
-        self.separator = _vector(SEPARATOR, hidden_size, build)
+        self.class_token = vector(second, f"{encoder}.embeddings.class_embedding", build)
+        self.newline, self.separator = (vector(hidden_size, name, build) for name in (NEWLINE, SEPARATOR))
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         config = self.config
@@ -150,12 +143,5 @@ class DeepseekOcrTower(nnx.Module):
         x = self.norm(jnp.concatenate([token, x], axis=1).reshape(-1, size))
         seen = is_inside(grid, sides).reshape(units, -1)
         seen = jnp.concatenate([jnp.ones((units, 1), bool), seen], axis=1)
-        for number, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{number}"):
-                x = layer(x, units, seen)
+        x = in_turn(self.layers, x, units, seen)
         return x.reshape(units, -1, size)[:, 1:]
-
-
-def _vector(source: str, size: int, build: Build) -> nnx.Param:
-    """Return a new parameter for the tensor `source`, a learned vector [size]."""
-    return declare((size,), build.dtype, ParamDecl((None,), (Source(source, size),), init_std=0.02))

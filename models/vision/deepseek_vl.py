@@ -13,10 +13,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_vit
+from jaxengine.models.vision.base.vit import VitConfig, VitTowerConfig, linear, read_vit
 
 # Prefixes in the model's names of tensors; a checkpoint's names have more before them.
 TOWER, ALIGNER = "vision_model", "aligner"
@@ -34,16 +33,14 @@ _TEXT_SIZE = 4096  # transformers' default of a Llama's hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignedTowerConfig(TowerConfig):
+class AlignedTowerConfig(VitTowerConfig):
     """SigLIP with an aligner.
 
     Attributes:
-      vit: sizes.
       products: checkpoint modules of the aligner's products, in order.
       aligner_activation: activation before each product but the first.
     """
 
-    vit: VitConfig
     products: tuple[str, ...]
     aligner_activation: str
 

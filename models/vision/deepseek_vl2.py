@@ -12,12 +12,19 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding
-from jaxengine.models.vision.base.vit import VitConfig, VitLayer, VitNames, linear, read_vit, run_layers, table
+from jaxengine.models.vision.base.vit import (
+    VitLayer,
+    VitNames,
+    VitTowerConfig,
+    linear,
+    read_vit,
+    run_layers,
+    table,
+    vector,
+)
 
 TOWER, PROJECTOR = "vision", "projector"
 POSITIONS, NEWLINE = f"{TOWER}.pos_embed", "image_newline"
@@ -26,19 +33,17 @@ _MOST_FACTOR, _MOST_PRODUCTS = 8, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekVL2TowerConfig(TowerConfig):
+class DeepseekVL2TowerConfig(VitTowerConfig):
     """SigLIP with a projector of squares of patches. A unit's rows are those of its squares, line by line, then an end
     of each line, then what stands between the whole and the tiles; the last two are learned and read no features.
 
     Attributes:
-      vit: sizes.
       factor: patches along a side of the square that becomes one row. The last square of a line may have fewer, with
         zeros in place of the others.
       num_products: products of the projector.
       projector_size: outputs of all of them but the last.
     """
 
-    vit: VitConfig
     factor: int
     num_products: int
     projector_size: int
@@ -126,10 +131,7 @@ class DeepseekVL2Tower(nnx.Module):
                 for number in range(count)
             ]
         )
-        self.newline, self.separator = (
-            declare((hidden_size,), build.dtype, ParamDecl((None,), (Source(name, hidden_size),), init_std=0.02))
-            for name in (NEWLINE, SEPARATOR)
-        )
+        self.newline, self.separator = (vector(hidden_size, name, build) for name in (NEWLINE, SEPARATOR))
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         del columns  # there are none: all units are alike
@@ -146,8 +148,8 @@ class DeepseekVL2Tower(nnx.Module):
             return jnp.concatenate([rows, ends], axis=1).reshape(-1, rows.shape[-1])
 
     def _projected(self, x: jax.Array) -> jax.Array:
-        """Return the embeddings [U, L * L, D of the model] of states [U, G, G, D of the tower]: products of squares of
-        patches, number by number and in each row by row.
+        """Return the embeddings [U, L * L, D of the model] of states [U, G, G, D of the tower]: the products, with GELU
+        between them, of each square's patches, element by element and in each row by row.
         """
         config, (units, grid, _, size) = self.config, x.shape
         lines, factor = config.lines, config.factor

@@ -25,6 +25,7 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    in_turn,
     joined_qkv,
     rope_frequencies,
 )
@@ -133,8 +134,6 @@ class DotsOcrTower(nnx.Module):
         with jax.named_scope("patches"):
             x = self.first_norm(self.patches(patches))
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("merger"):
             return self.merger(x if self.last_norm is None else self.last_norm(x))

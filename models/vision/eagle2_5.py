@@ -10,10 +10,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
-from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, read_layer_index, read_merge_ratio
+from jaxengine.models.vision.base.vit import VitTowerConfig, joined_neighbours, read_layer_index, read_merge_ratio
 from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
 
 # torch's epsilon of norms, used by the projector's norm.
@@ -21,25 +20,22 @@ _PROJECTOR_EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleTowerConfig(TowerConfig):
+class EagleTowerConfig(VitTowerConfig):
     """SigLIP with InternVL's projector.
 
     Attributes:
-      vit: sizes.
       num_used_layers: number of layers before the hidden states that are used.
       last_norm: whether these states pass the norm after the last layer.
       factor: number of patches along a side of the square that becomes one row.
     """
 
-    vit: VitConfig
     num_used_layers: int
     last_norm: bool
     factor: int
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(self.num_used_layers, self.vit.num_layers)
-        layers = tuple(f"{TOWER}.encoder.layers.{number}." for number in behind)
+        layers = self.unused_layers(f"{TOWER}.encoder.layers", self.num_used_layers)
         return (f"{TOWER}.head.", *layers, *(() if self.last_norm else (f"{TOWER}.post_layernorm.",)))
 
     def make(self, hidden_size: int, build: Build) -> EagleTower:

@@ -116,7 +116,9 @@ class Resampler(nnx.Module):
         self.last_norm = RMSNorm(hidden_size, config.last_eps, source=f"{RESAMPLER}.after_norm", build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D of the model] of patches of images, x [P, D of the tower]."""
+        """Return the embeddings [P / merge, D of the model] of patches of images, each two equal frames, x [P, D of the
+        tower].
+        """
         x = self.spatial(self.first_norm(x).reshape(-1, self.width))
         x = self.temporal(jnp.concatenate([x, x], axis=-1))
         return self.last_norm(self.proj(x))

@@ -15,7 +15,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
 from jaxengine.models.vision.base.vit import (
     VitAttention,
@@ -27,6 +27,7 @@ from jaxengine.models.vision.base.vit import (
     read_vit,
     run_layers,
     table,
+    vector,
 )
 
 TOWER = "vision_tower"
@@ -92,7 +93,9 @@ class _Layer(nnx.Module):
         self.mlp_norm = LayerNorm(size, vit.norm_eps, source=f"{source}.post_attention_layernorm", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Return the layer's result for x [U * S, D] of U = num_units units, each of which attends to itself."""
+        """Return x + norm(attention(x)), then x + norm(mlp(x)), for x [U * S, D] of U = num_units units, each of which
+        attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + self.attention_norm(self.attention(x, num_units))
         with jax.named_scope("mlp"):
@@ -112,7 +115,9 @@ class _Projector(nnx.Module):
         self.down = linear(inner, f"{source}.dense_4h_to_h", hidden_size, ("ffn", "embed"), build, bias=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the embeddings [R, D] of x [R, D]. Activations are computed in float32."""
+        """Return down(silu(gate(y)) * up(y)), y = gelu(norm(linear(x))), for x [R, D]: [R, D], with both activations in
+        float32.
+        """
         x = ACTIVATIONS["gelu"](self.norm(self.first(x)).astype(jnp.float32)).astype(x.dtype)
         gate, up = jnp.split(self.gate_up(x, out_dtype=jnp.float32), 2, axis=-1)
         return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
@@ -130,7 +135,7 @@ class Eva2ClipTower(nnx.Module):
         vit, source = config.vit, f"{TOWER}.patch_embedding"
         size = vit.hidden_size
         self.patches = PatchEmbedding(vit.num_features, size, source=f"{source}.proj", bias=True, build=build)
-        self.class_token = _vector(size, f"{source}.cls_embedding", build)
+        self.class_token = vector(size, f"{source}.cls_embedding", build)
         self.positions = table(vit.num_positions, size, f"{source}.position_embedding.weight", build)
         names = [f"{TOWER}.transformer.layers.{number}" for number in range(vit.num_layers)]
         self.layers = nnx.List([_Layer(vit, name, build) for name in names])
@@ -138,7 +143,7 @@ class Eva2ClipTower(nnx.Module):
         joined = size * config.merge
         self.joining = PatchEmbedding(joined, hidden_size, source=f"{TOWER}.conv", bias=True, build=build)
         self.projector = _Projector(hidden_size, config.projector_size, build)
-        self.ends = nnx.List([_vector(hidden_size, f"{TOWER}.{name}", build) for name in ("boi", "eoi")])
+        self.ends = nnx.List([vector(hidden_size, f"{TOWER}.{name}", build) for name in ("boi", "eoi")])
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         del columns  # there are none: all units are alike
@@ -159,8 +164,3 @@ class Eva2ClipTower(nnx.Module):
             ends = [jnp.broadcast_to(end[...], (num_units, 1, x.shape[2])) for end in self.ends]
             x = jnp.concatenate([x, *ends], axis=1)
             return (x.astype(jnp.float32) / config.divisor).astype(x.dtype).reshape(-1, x.shape[2])
-
-
-def _vector(size: int, source: str, build: Build) -> nnx.Param:
-    """Return a new parameter for the tensor `source` of one vector, [size]."""
-    return declare((size,), build.dtype, ParamDecl((None,), (Source(source, size),), init_std=0.02))

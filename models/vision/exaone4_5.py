@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from flax import nnx
 
@@ -34,7 +34,7 @@ def read_exaone4_5(fields: ConfigFields, hidden_size: int) -> Exaone4_5TowerConf
     heads = fields.integer("num_key_value_heads", 8)
     if tower.num_heads % heads:
         raise fields.fail("num_key_value_heads", f"a divisor of num_heads = {tower.num_heads}")
-    return Exaone4_5TowerConfig(**asdict(tower), num_kv_heads=heads)
+    return Exaone4_5TowerConfig(**vars(tower), num_kv_heads=heads)
 
 
 class Exaone4_5Tower(Qwen2_5VLTower):

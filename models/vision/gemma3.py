@@ -10,24 +10,21 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
-from jaxengine.models.vision.base.vit import VitConfig
+from jaxengine.models.vision.base.vit import VitTowerConfig
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3TowerConfig(TowerConfig):
+class Gemma3TowerConfig(VitTowerConfig):
     """SigLIP with Gemma 3's projector.
 
     Attributes:
-      vit: sizes.
       factor: number of patches along a side of the square that becomes one embedding.
     """
 
-    vit: VitConfig
     factor: int
 
     @property

@@ -29,10 +29,12 @@ from jaxengine.models.vision.base.layers import (
     Attend,
     PatchEmbedding,
     axial_rope,
+    in_turn,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
 )
+from jaxengine.models.vision.base.vit import table
 
 TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
@@ -269,12 +271,10 @@ class Gemma4Tower(nnx.Module):
 
     def __init__(self, config: Gemma4TowerConfig, hidden_size: int, build: Build):
         self.config = config
-        size, places = config.hidden_size, config.num_positions
-        source = f"{TOWER}.patch_embedder.input_proj"
+        size, source = config.hidden_size, f"{TOWER}.patch_embedder.input_proj"
         self.patches = PatchEmbedding(config.num_features, size, source=source, bias=False, build=build)
         # One row has the positions of columns, the other those of rows.
-        decl = ParamDecl((None, None), (Source(POSITIONS, 2),), init_std=0.02)
-        self.positions = declare((2, places * size), build.dtype, decl)
+        self.positions = table(2, config.num_positions * size, POSITIONS, build)
         self.layers = nnx.List(
             [Gemma4TowerLayer(config, replace(build, layer=layer)) for layer in range(config.num_layers)]
         )
@@ -302,9 +302,7 @@ class Gemma4Tower(nnx.Module):
             of_columns, of_rows = self.positions[...].reshape(2, config.num_positions, config.hidden_size)
             x = x + (of_columns[jnp.maximum(column, 0)] + of_rows[jnp.maximum(row, 0)])
         attend = partial(segment_attention, segment=segment, scale=1.0, block=config.unit)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("projector"):
             pooled = x.astype(jnp.float32).reshape(-1, config.merge, config.hidden_size).mean(axis=1)
             pooled = pooled * config.hidden_size**0.5

@@ -21,7 +21,7 @@ from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
@@ -29,10 +29,12 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    in_turn,
     joined_qkv,
     rope_frequencies,
     stretched,
 )
+from jaxengine.models.vision.base.vit import table
 from jaxengine.models.vision.qwen2_vl import LAYER, VISUAL, Qwen2VLTowerConfig, read_sizes
 
 _PROJECTION_EPS = 1e-5
@@ -122,9 +124,8 @@ class Glm4vTower(nnx.Module):
         size, features = config.hidden_size, config.num_features
         self.patches = PatchEmbedding(features, size, source=f"{VISUAL}.patch_embed.proj", bias=True, build=build)
         self.first_norm = self._norm(f"{VISUAL}.post_conv_layernorm", build) if config.side else None
-        rows = Source(f"{VISUAL}.embeddings.position_embedding.weight", config.side**2)
-        decl = ParamDecl((None, None), (rows,), init_std=0.02)
-        self.positions = declare((rows.rows, size), build.dtype, decl) if config.side else None
+        positions = f"{VISUAL}.embeddings.position_embedding.weight"
+        self.positions = table(config.side**2, size, positions, build) if config.side else None
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
         self.last_norm = self._norm(f"{VISUAL}.post_layernorm", build)
         # A convolution of the same kind as the one of patches.
@@ -182,9 +183,7 @@ class Glm4vTower(nnx.Module):
                 x, (height, width), square = self.first_norm(x), sides, (config.side, config.side)
                 x = x + stretched(self.positions[...], square, (row, height), (column, width)).astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("merger"):
             x = self.last_norm(x).reshape(-1, config.merge, config.hidden_size).swapaxes(1, 2)
             return self.merger(self.joining(x.reshape(len(x), -1)))

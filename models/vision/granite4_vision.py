@@ -16,12 +16,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import ClipEncoder
 from jaxengine.models.vision.base.qformer import QueryConfig, QueryFormer, read_query_config
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index, table
+from jaxengine.models.vision.base.vit import VitConfig, VitTowerConfig, linear, read_layer_index, table, vector
 from jaxengine.models.vision.llava import NEWLINE, TOWER, read_llava
 
 LAYERWISE, SPATIAL = "layerwise_projectors", "spatial_projectors"
@@ -58,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Granite4TowerConfig(TowerConfig):
+class Granite4TowerConfig(VitTowerConfig):
     """Sizes of the tower. A unit has room for the ends of its lines; their features are not read.
 
     Attributes:
@@ -68,7 +66,6 @@ class Granite4TowerConfig(TowerConfig):
         replaces what tokens have there; without it that is zeros.
     """
 
-    vit: VitConfig
     queries: QueryConfig
     parts: tuple[Part, ...]
 
@@ -79,8 +76,8 @@ class Granite4TowerConfig(TowerConfig):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(max(part.depth for part in self.parts), self.vit.num_layers)
-        return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *(f"{TOWER}.encoder.layers.{n}." for n in behind))
+        layers = self.unused_layers(f"{TOWER}.encoder.layers", max(part.depth for part in self.parts))
+        return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *layers)
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Granite4Tower(self, hidden_size, build)
@@ -158,12 +155,12 @@ def _read_parts(fields: ConfigFields, depth: int, num_layers: int) -> tuple[Part
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a field's value is a list or a tuple."""
+    """Return whether a field's value is a list or a tuple."""
     return isinstance(value, list | tuple)
 
 
 def _are_integers(value: Any, count: int) -> bool:
-    """Whether a field's value is a list of this many integers."""
+    """Return whether a field's value is a list of this many integers."""
     return _is_list(value) and len(value) == count and all(type(each) is int for each in value)
 
 
@@ -200,10 +197,7 @@ def _in_lines(x: jax.Array, lines: int) -> jax.Array:
 
 
 class WindowProjector(nnx.Module):
-    """Projector of one part: queries, each of which begins with a square of 2 x 2 patches, read their window.
-
-    corner: as of Part.
-    """
+    """Projector of one part: queries, each of which begins with a square of 2 x 2 patches, read their window."""
 
     def __init__(self, config: Granite4TowerConfig, part: Part, hidden_size: int, build: Build):
         size, source, queries = config.vit.hidden_size, part.source, config.queries
@@ -242,8 +236,7 @@ class Granite4Tower(nnx.Module):
         self.config = config
         self.depths = tuple(sorted({part.depth for part in config.parts}))
         self.encoder = ClipEncoder(config.vit, self.depths, TOWER, build)
-        newline = ParamDecl((None,), (Source(NEWLINE, hidden_size),), init_std=0.02)
-        self.newline = declare((hidden_size,), build.dtype, newline)
+        self.newline = vector(hidden_size, NEWLINE, build)
         self.projectors = nnx.List([WindowProjector(config, part, hidden_size, build) for part in config.parts])
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:

@@ -15,11 +15,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit
+from jaxengine.models.vision.base.vit import VitTowerConfig, joined_neighbours, linear, read_merge, read_vit
 from jaxengine.models.vision.idefics3 import CONNECTOR, TOWER
 
 _MOST_FREQUENCY = 10000.0
@@ -39,17 +38,15 @@ _OUT_SIZE, _SCALE, _DEEPSTACK = 1024, 4, [3, 7, 10]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteDoclingTowerConfig(TowerConfig):
+class GraniteDoclingTowerConfig(VitTowerConfig):
     """SigLIP with Granite Docling's connector.
 
     Attributes:
-      vit: sizes.
       scale_factor: number of patches along a side of the square that becomes one embedding.
       deepstack_layers: ascending indices of the layers whose outputs become further parts of an embedding.
       multiplier: factor of the first part of an embedding.
     """
 
-    vit: VitConfig
     scale_factor: int
     deepstack_layers: tuple[int, ...]
     multiplier: float = 1.0
@@ -102,7 +99,7 @@ class DeepStackMerger(nnx.Module):
         self.down = linear(hidden_size, f"{source}.linear_2", hidden_size, ("ffn", "embed"), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [R, D] of squares x [R, in_size]."""
+        """Return linear_2(gelu(linear_1(norm(x)))), [R, D], for squares x [R, in_size]."""
         inner = jax.nn.gelu(self.up(self.norm(x), out_dtype=jnp.float32), approximate=False)
         return self.down(inner.astype(x.dtype))
 

@@ -20,10 +20,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import RMSNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
-from jaxengine.models.vision.base.layers import PatchEmbedding, plain_layer, stretched
-from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
+from jaxengine.models.vision.base.layers import PatchEmbedding, in_turn, plain_layer, stretched
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table, vector
 
 TOWER = "vit"
 LAYER, MERGER = f"{TOWER}.layers.{{layer}}", f"{TOWER}.perceive"
@@ -124,9 +123,7 @@ class HunYuanVLTower(nnx.Module):
             places = stretched(self.positions[...][1:], sides, (row, height), (column, width), linear=True)
             x = x + places.astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=(vit.hidden_size // vit.num_heads) ** -0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, None, attend)
+        x = in_turn(self.layers, x, None, attend)
         with jax.named_scope("merger"):
             return self.merger(x, mark.reshape(-1, self.config.merge)[:, 0])
 
@@ -171,6 +168,5 @@ class HunYuanVLMerger(nnx.Module):
 
 
 def learned(name: str, width: int, build: Build) -> nnx.Param:
-    """Return the merger's learned embedding `name`, "newline" for one, [width]."""
-    decl = ParamDecl((None,), (Source(f"{MERGER}.image_{name}", width),), init_std=0.02)
-    return declare((width,), build.dtype, decl)
+    """Return a new parameter [width] for the merger's learned embedding `name`, such as "newline"."""
+    return vector(width, f"{MERGER}.image_{name}", build)

@@ -50,7 +50,7 @@ def read_hy_v4_vl(fields: ConfigFields, hidden_size: int) -> HYV4VLTowerConfig:
     if fields.integer("out_hidden_size", 6144) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
     tower = read_hunyuan_vl(fields, hidden_size)
-    return HYV4VLTowerConfig(**{name: getattr(tower, name) for name in tower.__dataclass_fields__})
+    return HYV4VLTowerConfig(**vars(tower))
 
 
 class HYV4VLTower(HunYuanVLTower):

@@ -4,7 +4,7 @@ the text model's size.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 from flax import nnx
@@ -42,7 +42,7 @@ def read_hyperclovax(fields: ConfigFields, multiplier: float) -> HyperClovaTower
     fields = fields.with_defaults(hidden_size=3584)
     size = fields.integer("out_hidden_size", 3584)
     tower = read_qwen2_5_vl(fields, size)
-    return HyperClovaTowerConfig(**asdict(tower), out_hidden_size=size, multiplier=multiplier)
+    return HyperClovaTowerConfig(**vars(tower), out_hidden_size=size, multiplier=multiplier)
 
 
 class HyperClovaTower(Qwen2_5VLTower):

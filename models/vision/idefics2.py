@@ -16,14 +16,13 @@ from jax import lax
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.layers import TowerMLP, in_blocks, tower_axis
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_vit, table
+from jaxengine.models.vision.base.layers import TowerMLP, in_blocks, in_turn, tower_axis
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_vit, table
 
 TOWER, CONNECTOR = "vision_model", "connector"
 _PROJECTION, _PERCEIVER = f"{CONNECTOR}.modality_projection", f"{CONNECTOR}.perceiver_resampler"
@@ -46,7 +45,7 @@ _ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics2TowerConfig(TowerConfig):
+class Idefics2TowerConfig(VitTowerConfig):
     """Sizes of the tower.
 
     Attributes:
@@ -57,7 +56,6 @@ class Idefics2TowerConfig(TowerConfig):
       norm_eps: of the perceiver's norms.
     """
 
-    vit: VitConfig
     projection_size: int
     projection_activation: str
     activation: str
@@ -138,9 +136,7 @@ class Idefics2Tower(nnx.Module):
         is_key = place.reshape(-1, config.unit) >= 0
         latents = self.latents[...]
         x = jnp.broadcast_to(latents, (len(is_key), *latents.shape)).reshape(-1, latents.shape[1])
-        for number, layer in enumerate(self.layers):
-            with jax.named_scope(f"perceiver_{number}"):
-                x = layer(x, context, is_key)
+        x = in_turn(self.layers, x, context, is_key, name="perceiver")
         return self.norm(x)
 
     def projected(self, states: jax.Array) -> jax.Array:
@@ -183,8 +179,8 @@ class _Layer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, context: jax.Array, is_key: jax.Array) -> jax.Array:
-        """Return the layer's output for latents x [U * Q, D] and the patches' states, context [U * S, D]. is_key:
-        bool[U, S], patches that are attended to.
+        """Return x + attention(norm(x)), then x + mlp(norm(x)), for latents x [U * Q, D], which attend to the patches'
+        normed states, context [U * S, D], and to each other. is_key: bool[U, S], patches that are attended to.
         """
         count, own = len(is_key), self.latents_norm(x)
         with jax.named_scope("attention"):

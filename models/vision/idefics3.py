@@ -10,9 +10,8 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit
+from jaxengine.models.vision.base.vit import VitTowerConfig, joined_neighbours, linear, read_merge, read_vit
 
 # Prefixes in the model's names of tensors; a checkpoint's names have more before them.
 TOWER, CONNECTOR = "vision_model", "connector"
@@ -30,15 +29,13 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3TowerConfig(TowerConfig):
+class Idefics3TowerConfig(VitTowerConfig):
     """SigLIP with Idefics3's connector.
 
     Attributes:
-      vit: sizes.
       scale_factor: number of patches along a side of the square that becomes one embedding.
     """
 
-    vit: VitConfig
     scale_factor: int
 
     def make(self, hidden_size: int, build: Build) -> Idefics3Tower:

@@ -12,15 +12,14 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import read_activation
 from jaxengine.models.layers.base.norm import HeadsRMSNorm, LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
 from jaxengine.models.vision.base.vit import (
     VitAttention,
-    VitConfig,
     VitMLP,
+    VitTowerConfig,
     joined_neighbours,
     read_layer_index,
     read_merge_ratio,
@@ -47,11 +46,10 @@ _QK_EPS, _PROJECTOR_EPS = 1e-6, 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternVLTowerConfig(TowerConfig):
+class InternVLTowerConfig(VitTowerConfig):
     """InternViT with InternVL's projector.
 
     Attributes:
-      vit: sizes.
       num_used_layers: number of layers before the hidden states that are used.
       factor: number of patches along a side of the square that becomes one row.
       norm: kind of the layers' norms, a name of _NORMS.
@@ -65,7 +63,6 @@ class InternVLTowerConfig(TowerConfig):
       projector_size: outputs of the projector's first product; 0 for the size of the embeddings.
     """
 
-    vit: VitConfig
     num_used_layers: int
     factor: int
     norm: str
@@ -80,8 +77,7 @@ class InternVLTowerConfig(TowerConfig):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(self.num_used_layers, self.vit.num_layers)
-        layers = tuple(f"{TOWER}.encoder.layer.{n}." for n in behind)
+        layers = self.unused_layers(f"{TOWER}.encoder.layer", self.num_used_layers)
         # A mask token stands for patches that are left out in training.
         return (*layers, f"{TOWER}.embeddings.mask_token", *(() if self.last_norm else (f"{TOWER}.layernorm.",)))
 

@@ -17,7 +17,7 @@ from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activatio
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP
-from jaxengine.models.vision.base.layers import PatchEmbedding, PatchMerger
+from jaxengine.models.vision.base.layers import PatchEmbedding, PatchMerger, in_turn
 from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit, table
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.minicpmv import make_layer
@@ -131,9 +131,7 @@ class Lfm2VlTower(nnx.Module):
             x = x + positions.astype(x.dtype)
         scale = (vit.hidden_size // vit.num_heads) ** -0.5
         attend = partial(segment_attention, segment=segment, scale=scale, block=UNIT)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, None, attend)
+        x = in_turn(self.layers, x, None, attend)
         with jax.named_scope("projector"):
             return self.projector(self.last_norm(x))
 

@@ -28,6 +28,7 @@ from jaxengine.models.vision.base.layers import (
     TowerAttention,
     TowerMLP,
     axial_rope,
+    in_turn,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
@@ -206,7 +207,9 @@ class Lfm3VlLayer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, taps: Taps, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        """Return the layer's output [P, D] for x [P, D]. taps: see GridConv. turns, attend: see TowerAttention."""
+        """Return x + mixer(norm(x)), then x + mlp(norm(x)), for x [P, D]: [P, D]. taps: results of `taps_of`. turns:
+        cos and sin of the patches. attend: function from q, k and v to the attention output.
+        """
         normed = self.norm1(x)
         if self.conv is not None:
             with jax.named_scope("conv"):
@@ -276,8 +279,6 @@ class Lfm3VlTower(nnx.Module):
             freqs = rope_frequencies(head_dim // 2, config.rope_theta)
             turns = axial_rope(named["row"], named["column"], freqs, freqs)
         attend = partial(segment_attention, segment=named["segment"], scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, taps, turns, attend)
+        x = in_turn(self.layers, x, taps, turns, attend)
         with jax.named_scope("projector"):
             return self.projector(x)

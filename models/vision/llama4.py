@@ -12,22 +12,21 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding, rope_frequencies
 from jaxengine.models.vision.base.vit import (
-    VitConfig,
     VitLayer,
     VitNames,
+    VitTowerConfig,
     joined_neighbours,
     linear,
     read_merge_ratio,
     read_vit,
     run_layers,
     table,
+    vector,
 )
 
 # Prefixes in the model's names of tensors.
@@ -50,7 +49,7 @@ _NAMES = VitNames(f"{TOWER}.model.layers", "input_layernorm", "post_attention_la
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama4TowerConfig(TowerConfig):
+class Llama4TowerConfig(VitTowerConfig):
     """Llama 4's vision model and projector.
 
     Attributes:
@@ -60,7 +59,6 @@ class Llama4TowerConfig(TowerConfig):
       adapter_size: elements of the adapter's output.
     """
 
-    vit: VitConfig
     theta: float
     factor: int
     adapter_size: int
@@ -133,8 +131,7 @@ class Llama4Tower(nnx.Module):
         size, eps, adapter = vit.hidden_size, vit.norm_eps, f"{TOWER}.vision_adapter.mlp"
         embedding = f"{TOWER}.patch_embedding.linear"
         self.patches = PatchEmbedding(vit.num_features, size, source=embedding, bias=False, build=build)
-        token = ParamDecl((None,), (Source(f"{TOWER}.class_embedding", size),), init_std=0.02)
-        self.class_token = declare((size,), build.dtype, token)
+        self.class_token = vector(size, f"{TOWER}.class_embedding", build)
         self.positions = table(vit.num_positions, size, f"{TOWER}.positional_embedding_vlm", build)
         self.first_norm = LayerNorm(size, eps, source=f"{TOWER}.layernorm_pre", build=build)
         sources = [f"{_NAMES.layers}.{number}" for number in range(vit.num_layers)]

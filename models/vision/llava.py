@@ -13,13 +13,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_layer_index, vector
 
 # Prefixes in the model's names of tensors; some of a checkpoint's names have more before them.
 TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
@@ -28,11 +26,10 @@ _STRATEGIES = {CLIP: "default", SIGLIP: "full"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaTowerConfig(TowerConfig):
+class LlavaTowerConfig(VitTowerConfig):
     """CLIP or SigLIP with LLaVA's projector.
 
     Attributes:
-      vit: sizes.
       layers: for each hidden state used, the number of layers before it; the states are concatenated.
       projector_activation: activation of the projector's MLP.
       projector_bias: whether the projector's products have biases.
@@ -43,7 +40,6 @@ class LlavaTowerConfig(TowerConfig):
       multiplier: factor of all embeddings.
     """
 
-    vit: VitConfig
     layers: tuple[int, ...]
     projector_activation: str
     projector_bias: bool = True
@@ -59,8 +55,8 @@ class LlavaTowerConfig(TowerConfig):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(max(self.layers), self.vit.num_layers)
-        return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *(f"{TOWER}.encoder.layers.{n}." for n in behind))
+        layers = self.unused_layers(f"{TOWER}.encoder.layers", max(self.layers))
+        return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *layers)
 
     def make(self, hidden_size: int, build: Build) -> LlavaTower:
         return LlavaTower(self, hidden_size, build)
@@ -149,8 +145,7 @@ class LlavaTower(nnx.Module):
         self.norm = norm
         options: dict[str, Any] = {"bias": bias, "inner": config.projector_size}
         self.projector = Projector(size, hidden_size, config.projector_activation, build, **options)
-        newline = ParamDecl((None,), (Source(NEWLINE, hidden_size),), init_std=0.02)
-        self.newline = declare((hidden_size,), build.dtype, newline) if config.num_newlines else None
+        self.newline = vector(hidden_size, NEWLINE, build) if config.num_newlines else None
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         config = self.config

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +47,7 @@ def read_llava_next_video(fields: ConfigFields) -> LlavaNextVideoTowerConfig:
     tower = read_llava_next(fields)
     if tower.vit.grid % _STRIDE:
         raise fields.part("vision_config").fail("image_size", f"an even number of patches of {tower.vit.patch_size}")
-    shared: dict[str, Any] = {each.name: getattr(tower, each.name) for each in fields_of(tower)}
-    shared["columns"] = ("video",)
-    return LlavaNextVideoTowerConfig(**shared, pool=mode)
+    return LlavaNextVideoTowerConfig(**{**vars(tower), "columns": ("video",)}, pool=mode)
 
 
 class LlavaNextVideoTower(LlavaTower):

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +51,8 @@ def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
             | {"vision_config": {"model_type": SIGLIP, **vision}}
         )
     )
-    shared: dict[str, Any] = {each.name: getattr(tower, each.name) for each in fields_of(tower)}
-    shared["columns"] = (*_TAPS, "down", "right")
-    return LlavaOnevisionTowerConfig(**shared, max_tiles=int(aspect[1]))
+    columns = (*_TAPS, "down", "right")
+    return LlavaOnevisionTowerConfig(**{**vars(tower), "columns": columns}, max_tiles=int(aspect[1]))
 
 
 class LlavaOnevisionTower(LlavaTower):

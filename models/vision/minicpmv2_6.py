@@ -58,8 +58,7 @@ class ResampledTowerConfig(VitTowerConfig):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        behind = range(self.num_layers, self.vit.num_layers)
-        return tuple(f"{TOWER}.encoder.layers.{n}." for n in behind)
+        return self.unused_layers(f"{TOWER}.encoder.layers", self.num_layers)
 
     def make(self, hidden_size: int, build: Build) -> ResampledTower:
         return ResampledTower(self, hidden_size, build)

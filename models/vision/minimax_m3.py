@@ -23,6 +23,7 @@ from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
+    in_turn,
     plain_layer,
     read_axial_theta,
     rope_frequencies,
@@ -152,9 +153,7 @@ class MiniMaxM3Tower(nnx.Module):
         with jax.named_scope("patches"):
             x = self.first_norm(self.patches(patches))
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("projector"):
             x = self.projector(x)
         with jax.named_scope("merger"):

@@ -20,9 +20,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding
-from jaxengine.models.vision.base.vit import VitConfig, VitMLP, VitTowerConfig, linear, read_vit, table
+from jaxengine.models.params.declare import Source
+from jaxengine.models.vision.base.layers import PatchEmbedding, in_turn
+from jaxengine.models.vision.base.vit import VitConfig, VitMLP, VitTowerConfig, linear, read_vit, table, vector
 
 TOWER, PROJECTOR = "vision_model", "multi_modal_projector"
 CROSS = "cross_attn"
@@ -49,7 +49,7 @@ _QUERIES = 512
 
 
 def _tilings(most: int) -> list[tuple[int, int]]:
-    """Return all (rows, columns) of at most `most` tiles, by rows."""
+    """Return all (rows, columns) of at most `most` tiles, sorted."""
     sides = range(1, most + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= most]
 
@@ -141,13 +141,8 @@ def read_mllama_tower(
     )
 
 
-def _gate(source: str, build: Build) -> nnx.Param:
-    """Return a new parameter [1], a gate: what it multiplies is multiplied by its tanh."""
-    return declare((1,), build.dtype, ParamDecl((None,), (Source(source, 1),), init_std=0.02))
-
-
 def _opened(gate: nnx.Param) -> jax.Array:
-    """Return the factor f32[1] of a gate."""
+    """Return the factor f32[1] of what a gate multiplies: its tanh."""
     return jnp.tanh(gate[...].astype(jnp.float32))
 
 
@@ -160,8 +155,7 @@ class MllamaTower(nnx.Module):
         size, count, numbers = vit.hidden_size, vit.num_positions, len(config.num_tiles)
         name = f"{TOWER}.patch_embedding"
         self.patches = PatchEmbedding(vit.num_features, size, source=name, bias=False, build=build)
-        token = ParamDecl((None,), (Source(f"{TOWER}.class_embedding", size),), init_std=0.02)
-        self.class_token = declare((size,), build.dtype, token)
+        self.class_token = vector(size, f"{TOWER}.class_embedding", build)
         before, after = (f"{TOWER}.{part}_tile_positional_embedding" for part in ("pre", "post"))
         self.before, self.after = (
             table(numbers, tiles * size, f"{source}.embedding.weight", build) for source in (before, after)
@@ -169,7 +163,7 @@ class MllamaTower(nnx.Module):
         place = f"{TOWER}.gated_positional_embedding"
         self.positions = table(count, size, f"{place}.embedding", build)
         self.tile_positions = table(numbers, tiles * count * size, f"{place}.tile_embedding.weight", build)
-        self.gates = nnx.List([_gate(f"{source}.gate", build) for source in (before, after, place)])
+        self.gates = nnx.List([vector(1, f"{source}.gate", build) for source in (before, after, place)])
         self.first_norm, self.last_norm = (
             LayerNorm(size, _EPS, source=f"{TOWER}.layernorm_{part}", build=build) for part in ("pre", "post")
         )
@@ -212,9 +206,7 @@ class MllamaTower(nnx.Module):
         order = np.argsort(np.argsort(config.taken, kind="stable"), kind="stable")
         x = self.last_norm(x).reshape(whole)
         x = _add(x, after * self.after[...][number].reshape(*shape, 1, size)).reshape(len(number), -1, size)
-        for index, layer in enumerate(self.more):
-            with jax.named_scope(f"global_layer_{index}"):
-                x = layer(x, is_patch)
+        x = in_turn(self.more, x, is_patch, name="global_layer")
         parts = [x.reshape(whole)[:, :, :count]]
         if taken:  # element by element, the states of all layers side by side
             parts.append(jnp.stack([taken[index] for index in order], axis=-1).reshape(*shape, count, -1))
@@ -264,12 +256,12 @@ class _Layer(nnx.Module):
         self.qkv = Linear(size, parts, axes=("embed", "heads"), build=build)
         self.out = linear(size, f"{source}.self_attn.o_proj", size, ("heads", "embed"), build, bias=False)
         self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
-        self.gates = nnx.List([_gate(f"{source}.gate_{part}", build) for part in ("attn", "ffn")] if gated else [])
+        self.gates = nnx.List([vector(1, f"{source}.gate_{part}", build) for part in ("attn", "ffn")] if gated else [])
 
     def __call__(self, x: jax.Array, is_patch: jax.Array) -> jax.Array:
-        """Return the layer's output for x [U, S, D]. is_patch: bool[U, S]; positions that are not a patch or class
-        token of a used tile do not attend to each other, as published code has it, but to those that are, and those to
-        all.
+        """Return x + gate(attention(norm(x))), then x + gate(mlp(norm(x))), for x [U, S, D]. is_patch: bool[U, S];
+        positions that are not a patch or class token of a used tile do not attend to each other, as published code has
+        it, but to those that are, and those to all.
         """
         shape, flat = x.shape, x.reshape(-1, x.shape[2])
         with jax.named_scope("attention"):
@@ -281,12 +273,14 @@ class _Layer(nnx.Module):
             return self._added(flat, self.mlp(self.norm2(flat)), 1).reshape(shape)
 
     def _added(self, x: jax.Array, more: jax.Array, gate: int) -> jax.Array:
-        """Return x + more, the latter multiplied by the gate of this number if there are gates."""
+        """Return x + more, the latter multiplied by the tanh of the gate of this number if there are gates."""
         return x + more if not self.gates else _add(x, _opened(self.gates[gate]) * more.astype(jnp.float32))
 
 
 def _attend(unit: Sequence[jax.Array]) -> jax.Array:
-    """Return the attention output [S, N, H] of one image's q, k and v [S, N, H] with is_patch bool[S] (see _Layer)."""
+    """Return the attention output [S, N, H] of one image's q, k and v [S, N, H], given is_patch bool[S]: queries of
+    patches see all keys, other queries only those of patches.
+    """
     q, k, v, is_patch = unit
     blocks = -(-len(q) // _QUERIES)
     rows = -(-len(q) // blocks)

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.vit import VitConfig, read_vit, table
+from jaxengine.models.vision.base.vit import read_vit, table, vector
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
-from jaxengine.models.vision.molmo2 import Molmo2Tower, Molmo2TowerConfig, PoolingConfig
+from jaxengine.models.vision.molmo2 import Molmo2Tower, Molmo2TowerConfig, PoolingConfig, read_layers
 
 # What the column of a patch says of the pixels that the mask of its unit names: all are of the image, none, some.
 FULL, EMPTY, PARTIAL = 0, 1, 2
@@ -45,7 +44,6 @@ _SPELLED = {
     "image_mlp_activations": "hidden_act",
     "image_norm_eps": "layer_norm_eps",
 }
-_LAYERS = [-2, -9]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ def read_molmo_tower(fields: ConfigFields, intermediate_size: int) -> MolmoTower
         unit=vit.num_patches,
         adds=True,
         vit=vit,
-        layers=_read_layers(fields, vit),
+        layers=read_layers(fields, "vit_layers", fields.value("vit_layers", [-2, -9]), vit.num_layers),
         pooling=PoolingConfig(
             hidden_size=vit.hidden_size,
             num_heads=vit.num_heads,
@@ -92,17 +90,6 @@ def read_molmo_tower(fields: ConfigFields, intermediate_size: int) -> MolmoTower
     )
 
 
-def _read_layers(fields: ConfigFields, vit: VitConfig) -> tuple[int, ...]:
-    """Return, for each layer that `vit_layers` lists, the number of layers up to and with it; negative ones count from
-    the last. Raises ModelConfigError for anything but a list of layers.
-    """
-    count, listed = vit.num_layers, fields.value("vit_layers", _LAYERS)
-    right = isinstance(listed, list) and 1 <= len(listed) <= 64
-    if not right or any(type(layer) is not int or not -count <= layer < count for layer in listed):
-        raise fields.fail("vit_layers", f"a list of 1 to 64 layers from {-count} to {count - 1}")
-    return tuple(layer % count + 1 for layer in listed)
-
-
 class MolmoTower(Molmo2Tower):
     """Vision tower of Molmo.
 
@@ -113,8 +100,7 @@ class MolmoTower(Molmo2Tower):
     def __init__(self, config: MolmoTowerConfig, hidden_size: int, build: Build):
         super().__init__(config, hidden_size, build)
         vit = config.vit
-        token = ParamDecl((None,), (Source(f"{TOWER}.class_embedding", vit.hidden_size),), init_std=0.02)
-        self.class_token = declare((vit.hidden_size,), build.dtype, token)
+        self.class_token = vector(vit.hidden_size, f"{TOWER}.class_embedding", build)
         self.first_norm = LayerNorm(vit.hidden_size, vit.norm_eps, source=f"{TOWER}.pre_ln", build=build)
         self.padding = table(2, vit.hidden_size * len(config.layers), f"{PROJECTOR}.pad_embed", build)
 

@@ -84,7 +84,7 @@ class Molmo2TowerConfig(VitTowerConfig):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        return tuple(f"{TOWER}.layers.{number}." for number in range(max(self.layers), self.vit.num_layers))
+        return self.unused_layers(f"{TOWER}.layers", max(self.layers))
 
     def make(self, hidden_size: int, build: Build) -> Molmo2Tower:
         return Molmo2Tower(self, hidden_size, build)
@@ -131,7 +131,7 @@ def read_molmo2_tower(fields: ConfigFields, hidden_size: int) -> Molmo2TowerConf
         attends_across=True,
         adds=True,
         vit=vit,
-        layers=_read_layers(adapter, vit.num_layers),
+        layers=read_layers(adapter, "vision_feature_layer", adapter.value("vision_feature_layer"), vit.num_layers),
         pooling=PoolingConfig(
             hidden_size=vit.hidden_size,
             num_heads=adapter.integer("num_attention_heads"),
@@ -163,14 +163,13 @@ def _num_kv_heads(part: ConfigFields) -> int:
     return found
 
 
-def _read_layers(adapter: ConfigFields, count: int) -> tuple[int, ...]:
-    """Return, for each layer that `vision_feature_layer` lists, the number of layers up to and with it; negative ones
-    count from the last of `count`. Raises ModelConfigError for anything but a list of one to 64 layers.
+def read_layers(fields: ConfigFields, name: str, listed: Any, count: int) -> tuple[int, ...]:
+    """Return, for each layer of `listed`, the value of the field `name`, the number of layers up to and with it;
+    negative ones count from the last of `count`. Raises ModelConfigError for anything but a list of one to 64 layers.
     """
-    listed = adapter.value("vision_feature_layer")
     right = isinstance(listed, list) and 1 <= len(listed) <= 64
     if not right or any(type(layer) is not int or not -count <= layer < count for layer in listed):
-        raise adapter.fail("vision_feature_layer", f"a list of 1 to 64 layers from {-count} to {count - 1}")
+        raise fields.fail(name, f"a list of 1 to 64 layers from {-count} to {count - 1}")
     return tuple(layer % count + 1 for layer in listed)
 
 
@@ -223,7 +222,9 @@ class Molmo2Tower(nnx.Module):
         return x.reshape(-1, self.config.vit.num_patches, x.shape[1]) + self.positions[...]
 
     def pooled(self, states: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the attention output [R, D'] for the states [U * S, E] and columns i32[C, P] of the tower's call."""
+        """Return the attention output [R, D'] of each window's mean state to the states of its patches. states: [U * S,
+        E]. columns: i32[C, P], those of the tower's call.
+        """
         given, merge = columns[:, :: self.config.merge].T, self.config.merge
         rows, is_key = jnp.arange(len(given), dtype=jnp.int32)[:, None] * merge, given >= 0
         index = jnp.where(is_key, rows + given - SHARES, 0)  # [R, C]

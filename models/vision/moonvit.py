@@ -22,7 +22,6 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.mlp import gelu_tanh
 from jaxengine.models.layers.base.norm import Identity, LayerNorm, RMSNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
@@ -31,11 +30,13 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    in_turn,
     joined_qkv,
     read_axial_theta,
     rope_frequencies,
     stretched,
 )
+from jaxengine.models.vision.base.vit import table
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 POSITIONS = f"{TOWER}.patch_embed.pos_emb.weight"
@@ -111,9 +112,7 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
     hidden_size: size of the text model's hidden states. Raises ModelConfigError for wrong fields, for a setting that
     the tower does not have, and if `text_hidden_size` differs from hidden_size.
     """
-    given = fields.mapping("vision_config") or {}
-    raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
-    vision = ConfigFields({**given, **raw})
+    vision = _named(fields)
     vision.require(
         hidden_act="gelu_pytorch_tanh",
         projector_hidden_act="gelu",
@@ -146,11 +145,7 @@ def read_kimi_k3(fields: ConfigFields) -> MoonVitTowerConfig:
     """Return the configuration of Kimi K3's tower, for images alone, from its config.json. Raises ModelConfigError for
     wrong fields, and for a setting that the tower does not have.
     """
-    given = fields.mapping("vision_config") or {}
-    raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
-    vision = ConfigFields({**given, **raw}).with_defaults(
-        hidden_size=1024, intermediate_size=4096, num_attention_heads=12
-    )
+    vision = _named(fields).with_defaults(hidden_size=1024, intermediate_size=4096, num_attention_heads=12)
     vision.require(
         activation_func="gelu_pytorch_tanh",
         projector_hidden_act="gelu",
@@ -180,6 +175,13 @@ def read_kimi_k3(fields: ConfigFields) -> MoonVitTowerConfig:
         projector=tuple(f"mm_projector.{name}" for name in ("post_norm", "proj.0", "proj.2")),
         projector_eps=vision.number("projector_ln_eps", EPS),
     )
+
+
+def _named(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of vision_config, of none if it is absent, with those of _NAMES under Kimi-VL's names, too."""
+    given = fields.mapping("vision_config") or {}
+    raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
+    return ConfigFields({**given, **raw})
 
 
 def _read_sizes(vision: ConfigFields, attention_size: int | None = None) -> MoonVitTowerConfig:
@@ -226,8 +228,7 @@ class MoonVitTower(nnx.Module):
         self.patches = PatchEmbedding(config.num_features, size, source=source, bias=config.biases[0], build=build)
         # A row of positions is a row of the matrix.
         height, width = config.sides
-        decl = ParamDecl((None, None), (Source(POSITIONS, height),), init_std=0.02)
-        self.positions = declare((height, width * size), build.dtype, decl)
+        self.positions = table(height, width * size, POSITIONS, build)
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
         self.last_norm = self._make_norm(f"{TOWER}.encoder.final_layernorm", build)
         norm, *products = config.projector
@@ -295,17 +296,15 @@ class MoonVitTower(nnx.Module):
         with jax.named_scope("patches"):
             x = self.patches(patches)
         with jax.named_scope("positions"):
-            table = self.positions[...].reshape(-1, config.hidden_size)
-            added = stretched(table, config.sides, (row, height), (column, width), linear=config.linear)
+            positions = self.positions[...].reshape(-1, config.hidden_size)
+            added = stretched(positions, config.sides, (row, height), (column, width), linear=config.linear)
             if times:
                 # Row 0 is for images, which have no time.
                 moments = np.pad(sinusoids(config.most_frames, config.hidden_size), ((1, 0), (0, 0)))
                 added += jnp.asarray(moments)[jnp.maximum(times[0], 0)]
             x = x + added.astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, (turns[0], turns[1]), attend)
+        x = in_turn(self.layers, x, (turns[0], turns[1]), attend)
         x = self.last_norm(x)
         if times:
             with jax.named_scope("mean_of_frames"):

@@ -18,7 +18,7 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm, rms_normalized
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import UNIT, segment_attention, window_attention, window_block
 from jaxengine.models.vision.base.layers import (
     Attend,
@@ -30,6 +30,7 @@ from jaxengine.models.vision.base.layers import (
     stretched,
     tower_axis,
 )
+from jaxengine.models.vision.base.vit import table
 
 TOWER, ADAPTER, PROJECTION = "model.vision_tower", "model.vision_adapter", "model.vision_projection"
 LAYER = f"{TOWER}.layers.{{layer}}"
@@ -137,9 +138,8 @@ class MuseTower(nnx.Module):
         self.patches = PatchEmbedding(
             config.num_features, size, source=f"{embedder}.patch_embedding", bias=False, build=build
         )
-        places = config.window_size**2
-        table = Source(f"{embedder}.position_embedding_table.weight", places)
-        self.positions = declare((places, size), build.dtype, ParamDecl((None, None), (table,), init_std=0.02))
+        positions = f"{embedder}.position_embedding_table.weight"
+        self.positions = table(config.window_size**2, size, positions, build)
         self.first_norm, self.last_norm = (
             LayerNorm(size, config.norm_eps, source=f"{TOWER}.{name}", build=build) for name in ("ln_pre", "ln_post")
         )

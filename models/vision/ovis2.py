@@ -13,14 +13,13 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
 from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP
 from jaxengine.models.vision.base.vit import (
     VitAttention,
-    VitConfig,
     VitLayer,
+    VitTowerConfig,
     joined_neighbours,
     linear,
     read_merge,
@@ -50,7 +49,7 @@ NUM_INDICATORS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ovis2TowerConfig(TowerConfig):
+class Ovis2TowerConfig(VitTowerConfig):
     """Sizes of Ovis2's tower. After each unit's patches come NUM_INDICATORS rows, the last visual words.
 
     Attributes:
@@ -61,7 +60,6 @@ class Ovis2TowerConfig(TowerConfig):
       as_first: whether checkpoints are as first published, whose code chooses words by the states before the last norm.
     """
 
-    vit: VitConfig
     factor: int
     num_words: int
     attention_bias: bool

@@ -23,6 +23,7 @@ from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     axial_rope,
+    in_turn,
     plain_layer,
     rope_frequencies,
     stretched,
@@ -149,9 +150,7 @@ class Ovis2_5Tower(nnx.Module):
                 sides = vit.grid, vit.grid
                 x = x + stretched(self.positions[...], sides, (row, height), (column, width)).astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=vit.head_size**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("words"):
             words, marks = self.words[...], mark.reshape(-1, config.merge)[:, 0]
             logits = self.head_norm(self.head(x.reshape(len(marks), -1)))

@@ -17,18 +17,18 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
     axial_rope,
+    in_turn,
     plain_layer,
     read_axial_theta,
     rope_frequencies,
     stretched,
 )
-from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit
+from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit, table
 
 TOWER, PROJECTOR = "visual.vision_model", "mlp_AR"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
@@ -104,8 +104,7 @@ class PaddleOcrVLTower(nnx.Module):
         vit, size, source = config.vit, config.vit.hidden_size, f"{TOWER}.embeddings"
         patches = f"{source}.patch_embedding"
         self.patches = PatchEmbedding(config.num_features, size, source=patches, bias=True, build=build)
-        rows = Source(f"{source}.position_embedding.weight", vit.num_patches)
-        self.positions = declare((rows.rows, size), build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
+        self.positions = table(vit.num_patches, size, f"{source}.position_embedding.weight", build)
         builds = (replace(build, layer=layer) for layer in range(vit.num_layers))
         self.layers = nnx.List([plain_layer(vit, LAYER, each, eps=vit.norm_eps) for each in builds])
         self.last_norm = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.post_layernorm", build=build)
@@ -136,8 +135,6 @@ class PaddleOcrVLTower(nnx.Module):
             places = stretched(self.positions[...], sides, (row, height), (column, width), linear=True)
             x = x + places.astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("projector"):
             return self.projector(self.last_norm(x))

@@ -9,17 +9,14 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
-from jaxengine.models.vision.base.vit import VitConfig, linear
+from jaxengine.models.vision.base.vit import VitTowerConfig, linear
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaliGemmaTowerConfig(TowerConfig):
-    """SigLIP with PaliGemma's projector. vit: sizes."""
-
-    vit: VitConfig
+class PaliGemmaTowerConfig(VitTowerConfig):
+    """SigLIP with PaliGemma's projector."""
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -175,7 +175,9 @@ class _Layer(nnx.Module):
         self.attention_scale, self.mlp_scale = scales
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Return the layer's result for x [U * S, D] of U = num_units units, each of which attends to itself."""
+        """Return x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), for x [U * S, D] of U = num_units
+        units, each of which attends to itself.
+        """
         with jax.named_scope("attention"):
             x = x + _scaled(self.attention(self.attention_norm(x), num_units), self.attention_scale)
         with jax.named_scope("mlp"):

@@ -28,6 +28,7 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    in_turn,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
@@ -171,9 +172,7 @@ class PixtralTower(nnx.Module):
         with jax.named_scope("patches"):
             x = self.first_norm(self.patches(patches))
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("projector"):
             return self.projector(x)
 

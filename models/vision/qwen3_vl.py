@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.base.vit import table
 from jaxengine.models.vision.qwen2_vl import VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
 
 
@@ -103,9 +103,7 @@ class Qwen3VLTower(Qwen2VLTower):
 
     def __init__(self, config: Qwen3VLTowerConfig, hidden_size: int, build: Build):
         super().__init__(config, hidden_size, build)
-        rows = Source(f"{VISUAL}.pos_embed.weight", config.side**2)
-        decl = ParamDecl((None, None), (rows,), init_std=0.02)
-        self.positions = declare((config.side**2, config.hidden_size), build.dtype, decl)
+        self.positions = table(config.side**2, config.hidden_size, f"{VISUAL}.pos_embed.weight", build)
         self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in range(config.num_parts - 1)])
 
     def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:

@@ -21,7 +21,7 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.mlp import relu_squared
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
@@ -29,8 +29,10 @@ from jaxengine.models.vision.base.layers import (
     TowerAttention,
     TowerLayer,
     TowerMLP,
+    in_turn,
     stretched,
 )
+from jaxengine.models.vision.base.vit import table
 from jaxengine.models.vision.llava import PROJECTOR
 
 TOWER, LAST_NORM = "vision_model", "vision_final_layernorm"
@@ -205,12 +207,9 @@ class RadioTower(nnx.Module):
         names: dict[str, Any] = {"source": f"{EMBEDDINGS}.video_patch_projection", "bias": False, "build": build}
         self.videos = PatchEmbedding(config.num_features, size, **names) if config.temporal_patch_size > 1 else None
         # Stored with a first axis of one.
-        table = ParamDecl((None, None), (Source(POSITIONS, 1),), init_std=0.02)
-        self.positions = declare((1, config.side**2 * size), build.dtype, table)
-        tokens = ParamDecl(
-            (None, None), (Source(f"{EMBEDDINGS}.cls_register_token", config.num_tokens),), init_std=0.02
-        )
-        self.tokens = declare((config.num_tokens, size), build.dtype, tokens) if config.num_tokens else None
+        self.positions = table(config.side**2, size, POSITIONS, build, flat=True)
+        tokens = f"{EMBEDDINGS}.cls_register_token"
+        self.tokens = table(config.num_tokens, size, tokens, build) if config.num_tokens else None
         self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
         norm = LayerNorm(size, config.norm_eps, source=LAST_NORM, build=build) if config.last_norm else None
         self.last_norm = norm
@@ -258,9 +257,7 @@ class RadioTower(nnx.Module):
         with jax.named_scope("patches"):
             x = self._embedded(patches, *places)
         attend = partial(segment_attention, segment=segment, scale=(config.hidden_size // config.num_heads) ** -0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, None, attend)
+        x = in_turn(self.layers, x, None, attend)
         with jax.named_scope("merger"):
             return self.merger(x if self.last_norm is None else self.last_norm(x))
 
@@ -274,8 +271,8 @@ class RadioTower(nnx.Module):
         x = self.images(patches[:, : self.image_features])
         if self.videos is not None:
             x = jnp.where((kind == VIDEO)[:, None], self.videos(patches), x)
-        table = self.positions[...].reshape(-1, size)
-        spots = stretched(table, (config.side, config.side), (row, longer), (column, longer), linear=True)
+        positions = self.positions[...].reshape(-1, size)
+        spots = stretched(positions, (config.side, config.side), (row, longer), (column, longer), linear=True)
         x = x + spots.astype(x.dtype)
         if self.tokens is None:
             return x

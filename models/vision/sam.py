@@ -20,8 +20,7 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, in_turn, joined_qkv, tower_axis
 from jaxengine.models.vision.base.vit import VitConfig, attend_units, linear, read_vit, table
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
@@ -135,9 +134,7 @@ class _Layer(nnx.Module):
 
     def _distances(self, source: str, build: Build) -> nnx.Param:
         """Return a new parameter for the vectors of distances from 1 - side to side - 1, [2 * side - 1, H]."""
-        count = 2 * self.side - 1
-        decl = ParamDecl((None, None), (Source(source, count),), init_std=0.02)
-        return declare((count, self.head_dim), build.dtype, decl)
+        return table(2 * self.side - 1, self.head_dim, source, build)
 
     def __call__(self, x: jax.Array, sides: jax.Array | None = None) -> jax.Array:
         units, grid, _, size = x.shape
@@ -233,9 +230,7 @@ class SamEncoder(nnx.Module):
             if self.positions is not None:
                 places = self.positions[...].reshape(grid, grid, size)
                 x = x + (places if sides is None else shrunk(places, sides))
-        for number, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{number}"):
-                x = layer(x, sides)
+        x = in_turn(self.layers, x, sides)
         with jax.named_scope("neck"):
             x = self.first_norm(self.first(x.reshape(-1, size))).reshape(-1, grid, grid, self.out_size)
             return self.second_norm(convolved(inside(x, sides), self.second))

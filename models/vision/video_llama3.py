@@ -21,6 +21,7 @@ from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
     axial_rope,
+    in_turn,
     read_axial_theta,
     rope_frequencies,
 )
@@ -105,8 +106,6 @@ class VideoLlama3Tower(nnx.Module):
         with jax.named_scope("patches"):
             x = self.patches(patches)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x = layer(x, turns, attend)
+        x = in_turn(self.layers, x, turns, attend)
         with jax.named_scope("projector"):
             return self.projector(x)

@@ -67,12 +67,14 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
 
 
 def _is_small(param: DeclaredParam) -> bool:
-    """Whether NumPy computes a weight: it is small, and of a type of _BY_NUMPY."""
+    """Return whether NumPy computes a weight: it is small, and of a type of _BY_NUMPY."""
     return math.prod(param.shape) <= _MOST_BY_NUMPY and jnp.dtype(param.dtype) in _BY_NUMPY
 
 
 def _by_numpy(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
-    """Return a function as that of `_filler`, which has the same arguments, that computes the weight on the host."""
+    """Return a function from tensor keys to a weight of this declaration, which it computes on the host and splits over
+    the mesh. parts: number of parts of each axis.
+    """
     axis = decl.joined_axis
     split = tuple(count if at == axis else 1 for at, count in enumerate(parts))
     wholes = [tuple(part if at == axis else 0 for at in range(len(shape))) for part in range(parts[axis])]
@@ -101,8 +103,8 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
 
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
-    """Return this device's part of a weight, over the mesh of the enclosing shard_map; the arguments are those of
-    `_filled`.
+    """Return this device's part of a weight, over the mesh of the enclosing shard_map. keys: those of all experts.
+    parts: number of parts of each axis.
     """
     here = [lax.axis_index(RULES[str(name)]) if count > 1 else 0 for name, count in zip(decl.axes, parts, strict=True)]
     if decl.num_experts is not None:

@@ -358,8 +358,8 @@ def _whole(model: CausalLM) -> CausalLM:
 
 def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -> bool:
     """Check that every tensor which the full model needs is present with its shape, and that every present tensor is
-    needed or one of those that checkpoints have for other uses (`is_unread`), has no elements, or is a bias of zeros of
-    a quantised module.
+    needed or one of those that checkpoints have for other uses (`is_unread`), has no elements, is a bias of zeros of a
+    quantised module, a head that equals the embedding or is not used for pooling, or has rope factors of the model's.
 
     partial: weights none of whose tensors are present are not needed. Returns whether a tied checkpoint stores the
     embedding a second time as the output head, which some do; their equality is checked when the embedding is read.

@@ -34,8 +34,9 @@ class DraftHeadConfig(ModelConfig):
 def joined_fields(
     fields: ConfigFields, kind: str, defaults: Mapping[str, Any], what: str
 ) -> tuple[ConfigFields, ConfigFields]:
-    """Return (readers of the fields of a file of the library speculators, of those of its layer alone). The fields of
-    its transformer_layer_config are moved up; fields outside of it take precedence, and `defaults` give way to both.
+    """Return (reader of the fields of a file of the library speculators, reader of those of its layer alone). The
+    fields of its transformer_layer_config are moved up; fields outside of it take precedence, and `defaults` give way
+    to both.
 
     kind: what speculators_model_type must be. what: name of such a head, for the error. Raises ModelConfigError for
     another kind, and without a transformer_layer_config.

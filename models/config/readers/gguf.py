@@ -95,7 +95,7 @@ def gguf_fields(
 
     Args:
       partial_rotary: whether the family supports rotating a part of each head only.
-      interleaved: see Rope.
+      interleaved: whether rope rotates pairs of neighbouring elements, as in GPT-J.
       experts: config of a family with experts; None for a family without.
       eps: name of the field with the epsilon of norms.
       yarn: YaRN settings of the family that files lack, named as in a config.json. With an attention_factor among them
@@ -285,8 +285,8 @@ def _rope_scaling(
 ) -> RopeScaling | None:
     """Return the scaling of rope from metadata and the file's tensors of factors; None for plain rope.
 
-    max_positions: default of the original context length. yarn: see `gguf_fields`. Raises ModelConfigError for a wrong
-    or unsupported scaling, and if metadata and tensors contradict each other.
+    max_positions: default of the original context length. yarn: YaRN settings that files lack. Raises ModelConfigError
+    for a wrong or unsupported scaling, and if metadata and tensors contradict each other.
     """
     kind, factor = _scaling_kind(fields)
     if tensors.long or tensors.short:

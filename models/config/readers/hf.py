@@ -52,8 +52,8 @@ def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str,
     config.json has no quantization settings, those of hf_quant_config.json in the same folder are added, with the
     method "modelopt" unless they name another.
 
-    config_format: which of the two, see `config_file`. Raises ModelFileError if the file is absent or not a JSON
-    object, and for a params.json of an unsupported model.
+    config_format: which of the two; AUTO for params.json only if there is no config.json. Raises ModelFileError if the
+    file is absent or not a JSON object, and for a params.json of an unsupported model.
     """
     name = config_file(folder, config_format)
     raw = read_object(folder, name)
@@ -100,7 +100,8 @@ def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of one mapping of fields as `with_usual_fields` describes, without treating nested mappings. Raises
+    """Return a copy of one mapping of fields with transformers 5's names of kinds of layers and of fields, the defaults
+    of its class, and one rope (`_merge_ropes`), without treating nested mappings. Raises
     ModelConfigError if there are two ropes and either is not a mapping.
     """
     kinds = raw.get("layer_types")
@@ -110,10 +111,10 @@ def _usual(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of one mapping of fields with `rope_scaling` merged into `rope_parameters` as `with_usual_fields`
-    describes, without treating nested mappings; an unchanged copy if either is absent or null. An empty mapping gives
-    way to the other one. Logs a warning if a rope_theta is lost. Raises ModelConfigError if both are present and either
-    is not a mapping.
+    """Return a copy of one mapping of fields in which `rope_scaling` replaces `rope_parameters` or, if that has a
+    mapping for each kind of layers, is merged into the one for FULL layers; an unchanged copy if either is absent or
+    null, and of ModernBERT with such mappings. An empty mapping gives way to the other one. Logs a warning if a
+    rope_theta is lost. Raises ModelConfigError if both are present and either is not a mapping.
     """
     fields, merged = ConfigFields(raw), dict(raw)
     if not fields.has("rope_parameters") or not fields.has("rope_scaling"):
@@ -405,7 +406,7 @@ def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = Fal
       head_dim: elements of a head.
       partial_rotary: whether partial_rotary_factor may be less than 1. With rope_type proportional it always may, and
         the Rope covers the whole head.
-      interleaved: see Rope.
+      interleaved: whether rope rotates pairs of neighbouring elements, as in GPT-J.
 
     Raises ModelConfigError for wrong or unsupported fields, and for a mapping per layer type.
     """

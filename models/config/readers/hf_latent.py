@@ -20,7 +20,7 @@ def hf_latent_fields(
     that includes the square of YaRN's mscale.
 
     Args:
-      interleaved: see Rope.
+      interleaved: whether rope rotates pairs of neighbouring elements, as in GPT-J.
       roped: whether keys have a rotated part; otherwise qk_rope_head_dim must be 0, and no layer has rope.
       options: options of hf_fields.
 

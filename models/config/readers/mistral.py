@@ -90,8 +90,8 @@ def _refuse_others(fields: ConfigFields, known: Any) -> None:
 
 
 def _length(fields: ConfigFields) -> int:
-    """Return the context length in tokens; _LENGTH if the file gives none. Raises ModelConfigError for an invalid
-    value.
+    """Return the context length in tokens: max_position_embeddings, or else max_seq_len, or else _LENGTH. Raises
+    ModelConfigError for an invalid value.
     """
     return fields.integer("max_position_embeddings", None) or fields.integer("max_seq_len", _LENGTH)
 

@@ -68,9 +68,10 @@ def _as_long(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config.json with overridden fields, as `overridden` describes, including the context length of
-    new rope scalings but not of the file's own. Raises ModelConfigError for a rope that is not a mapping, or that
-    overrides give twice.
+    """Return a copy of a config.json with overridden fields: nested configurations field by field, others in
+    text_config if that has them, and outside of it if they are there or not in it; ropes in a text_config only. The
+    context length follows new rope scalings, not the file's own. Raises ModelConfigError for a rope that is not a
+    mapping, or that overrides give twice.
     """
     merged, text = dict(raw), raw.get(_TEXT)
     outer, inner = dict[str, Any](), dict[str, Any]()

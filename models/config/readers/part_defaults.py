@@ -37,7 +37,7 @@ _CLIP_VISION, _SIGLIP_VISION = "clip_vision_model", "siglip_vision_model"
 
 
 def _theta(theta: float) -> dict[str, Any]:
-    """Return the field with rope of this base."""
+    """Return the field rope_parameters of a plain rope with the base `theta`."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 

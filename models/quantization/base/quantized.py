@@ -170,8 +170,8 @@ class QuantizedWeight(nnx.Module):
         return jnp.take(x, order, axis=1) if order.ndim == 1 else jnp.take_along_axis(x, order, axis=1)
 
     def _rows(self, x: jax.Array, static_scale: jax.Array | None) -> jax.Array | RoundedRows:
-        """Return rows x [M, in], already in the order of the codes, rounded to the format's dtype; unchanged if it does
-        not round rows.
+        """Return rows x [M, in], already in the order of the codes, rounded to the activation's dtype; unchanged if
+        there is no activation.
 
         static_scale: f32 [1, 1] or [M, 1]; None for scales that are computed from the rows. Microscaled rows are
         returned in x's dtype, with their scales applied.

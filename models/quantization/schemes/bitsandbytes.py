@@ -99,7 +99,7 @@ class TableEntries(InOrder):
         return np.ones((last - first, 1), np.float32), None
 
     def _is_plain(self, module: StoredModule) -> bool:
-        """Return whether the checkpoint has the module's matrix as it is."""
+        """Return whether the checkpoint has a `weight` of the matrix's shape and no JSON text for it."""
         return (
             not module.has(self._state)
             and module.has("weight")

@@ -56,7 +56,7 @@ class EightBits(InOrder):
 
     def _num_blocks(self, module: StoredModule) -> int:
         """Return how many blocks of rows a matrix has if they begin anew in each of its chunks; a matrix without chunks
-        has one.
+        counts as one.
         """
         assert self.block is not None
         chunk = module.chunk or module.shape[0]

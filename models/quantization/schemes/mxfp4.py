@@ -19,6 +19,14 @@ GROUP = 32
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
+def doubled(module: StoredModule, kind: str, dtype: str, rows: slice, columns: slice) -> np.ndarray:
+    """Return twice the e2m1 numbers of `kind`, i8 [rows, columns]. Raises ModelFileError for another dtype."""
+    first, last, _ = columns.indices(module.shape[1])
+    pairs = module.read(kind, dtype, rows, slice(first // 2, -(-last // 2))).view(np.uint8)
+    values = np.stack([DOUBLED[pairs & 15], DOUBLED[pairs >> 4]], axis=-1).reshape(len(pairs), -1)
+    return values[:, first % 2 :][:, : last - first]
+
+
 @dataclass(frozen=True)
 class Mxfp4(InOrder):
     """Storage format of pairs of e2m1 numbers, u8 [out, in / 2], the even input in the low bits, and exponents plus
@@ -52,10 +60,7 @@ class Mxfp4(InOrder):
             raise module.fail(self.exponents, "255 stands for no number")
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        first, last, _ = columns.indices(module.shape[1])
-        pairs = module.read(self.pairs, self.bytes_as[0], rows, slice(first // 2, -(-last // 2))).view(np.uint8)
-        values = np.stack([DOUBLED[pairs & 15], DOUBLED[pairs >> 4]], axis=-1).reshape(len(pairs), -1)
-        return values[:, first % 2 :][:, : last - first]
+        return doubled(module, self.pairs, self.bytes_as[0], rows, columns)
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         exponents = module.read(self.exponents, self.bytes_as[1], rows).view(np.uint8).astype(np.int32)

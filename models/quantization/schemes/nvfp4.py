@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxengine.models.quantization.base.stored import SCALAR, Activation, InOrder, Shape, StoredModule, num_groups
-from jaxengine.models.quantization.schemes.mxfp4 import DOUBLED
+from jaxengine.models.quantization.schemes.mxfp4 import doubled
 from jaxengine.pallas_kernels.matmul.rounding import E4M3
 
 GROUP = 16
@@ -65,10 +65,7 @@ class Nvfp4(InOrder):
                 raise module.fail(kind, f"must be finite and > 0, no subnormal number, got {value}")
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        first, last, _ = columns.indices(module.shape[1])
-        pairs = module.read(self.pairs, "uint8", rows, slice(first // 2, num_groups(last, 2)))
-        values = np.stack([DOUBLED[pairs & 15], DOUBLED[pairs >> 4]], axis=-1).reshape(len(pairs), -1)
-        return values[:, first % 2 :][:, : last - first]
+        return doubled(module, self.pairs, "uint8", rows, columns)
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         held = module.read("weight_scale", "float8_e4m3fn", rows).astype(np.float32)

@@ -13,16 +13,8 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import PatchEmbedding
-from jaxengine.models.vision.base.vit import (
-    VitConfig,
-    VitLayer,
-    VitNames,
-    read_vit,
-    run_layers,
-    table,
-)
+from jaxengine.models.vision.base.vit import VitConfig, VitLayer, VitNames, read_vit, run_layers, table, vector
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 # transformers' defaults of fields that a file lacks.
@@ -88,8 +80,7 @@ class ClipEncoder(nnx.Module):
         )
         self.positions = table(vit.num_positions, size, f"{source}.position_embedding.weight", build)
         if vit.has_class_token:
-            token = ParamDecl((None,), (Source(f"{source}.class_embedding", size),), init_std=0.02)
-            self.class_token = declare((size,), build.dtype, token)
+            self.class_token = vector(size, f"{source}.class_embedding", build)
             self.first_norm = LayerNorm(size, vit.norm_eps, source=f"{tower}.pre_layrnorm", build=build)
         names = VitNames(f"{tower}.encoder.layers")
         made = [VitLayer(vit, f"{names.layers}.{number}", names, build) for number in range(max(layers))]
@@ -99,7 +90,8 @@ class ClipEncoder(nnx.Module):
 
     def __call__(self, patches: jax.Array, places: jax.Array | None = None, unit: int | None = None) -> jax.Array:
         """Return the hidden states of patches f32[U * N, F] of U units after each of the wanted numbers of layers,
-        concatenated and without the class token: [U * N, D * numbers]. The arguments are those of `states`.
+        concatenated and without the class token: [U * N, D * numbers]. places: i32[U * N], the learned position of each
+        patch, -1 for padding; None for all in order. unit: N; None for vit.num_patches.
         """
         joined = self.states(patches, places, unit)
         return joined[:, self.vit.has_class_token :].reshape(len(patches), -1)

@@ -51,6 +51,14 @@ def in_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array, most: in
     return lax.map(function, blocks).reshape(count * rows, -1)[: len(x)]
 
 
+def in_turn(layers: Any, x: jax.Array, *more: Any, name: str = "layer") -> jax.Array:
+    """Return x after each of `layers` in turn, called with `more`, too. name: of their scopes, before their numbers."""
+    for index, layer in enumerate(layers):
+        with jax.named_scope(f"{name}_{index}"):
+            x = layer(x, *more)
+    return x
+
+
 # Parameter `a` of the interpolation by cubic convolution (Keys 1981); torch has the same.
 _KEYS = -0.75
 

@@ -16,11 +16,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.activations import ACTIVATIONS
-from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index
+from jaxengine.models.vision.base.vit import VitConfig, VitTowerConfig, linear, read_layer_index, vector
 
 # Patches along a side of the square that becomes one row.
 SQUARE = 2
@@ -34,15 +32,13 @@ EMBEDDING = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinesTowerConfig(TowerConfig):
+class LinesTowerConfig(VitTowerConfig):
     """CLIP or SigLIP with a projector of lines.
 
     Attributes:
-      vit: sizes.
       num_used_layers: number of layers before the hidden states that are used.
     """
 
-    vit: VitConfig
     num_used_layers: int
 
     @property
@@ -60,8 +56,7 @@ class LinesTowerConfig(TowerConfig):
         """Return beginnings of names of tensors that are not read: the layers after the one that is used of the encoder
         `tower`, its last norm, and `others`.
         """
-        behind = range(self.num_used_layers, self.vit.num_layers)
-        layers = (f"{tower}.encoder.layers.{n}." for n in behind)
+        layers = self.unused_layers(f"{tower}.encoder.layers", self.num_used_layers)
         return (*others, f"{tower}.post_layernorm.", *layers)
 
 
@@ -95,14 +90,15 @@ class LinesProjector(nnx.Module):
     """
 
     def __init__(self, size: int, hidden_size: int, ends: Sequence[str], modules: Sequence[str], build: Build):
-        decls = [ParamDecl((None,), (Source(name, size),), init_std=0.02) for name in ends]
-        self.line_end, self.between = (declare((size,), build.dtype, decl) for decl in decls)
+        self.line_end, self.between = (vector(size, name, build) for name in ends)
         up, down = modules
         self.up = linear(size, up, hidden_size, ("embed", "ffn"), build)
         self.down = linear(hidden_size, down, hidden_size, ("ffn", "embed"), build)
 
     def __call__(self, rows: jax.Array, lines: int) -> jax.Array:
-        """Return the embeddings [U * (L * L + L + 1), D] of rows [U, L * L, E] of L = `lines` lines."""
+        """Return the embeddings [U * (L * L + L + 1), D] of rows [U, L * L, E] of L = `lines` lines: of a unit's rows,
+        then of L ends of lines, then of the row between.
+        """
         num_units, _, size = rows.shape
         ends = jnp.broadcast_to(self.line_end[...], (num_units, lines, size))
         between = jnp.broadcast_to(self.between[...], (num_units, 1, size))

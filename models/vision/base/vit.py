@@ -85,7 +85,7 @@ class VitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VitTowerConfig(TowerConfig):
-    """Sizes of a tower of a vision transformer's layers over images of any shape.
+    """Sizes of a tower of a vision transformer's layers.
 
     Attributes:
       vit: sizes of the layers, and of the learned positions.
@@ -102,6 +102,10 @@ class VitTowerConfig(TowerConfig):
     def temporal_patch_size(self) -> int:
         """Frames of a patch: 1."""
         return 1
+
+    def unused_layers(self, prefix: str, used: int) -> tuple[str, ...]:
+        """Return the beginnings of the names of tensors of layers from number `used` on: `prefix` and the number."""
+        return tuple(f"{prefix}.{number}." for number in range(used, self.vit.num_layers))
 
 
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
@@ -281,7 +285,7 @@ class VitMLP(nnx.Module):
 
 
 class VitLayer(nnx.Module):
-    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)). qk_norms: see VitAttention."""
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)). qk_norms: norms, or rope, of q and k."""
 
     def __init__(
         self,
@@ -316,6 +320,11 @@ def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False
     """
     shape = (1, rows * size) if flat else (rows, size)
     return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
+
+
+def vector(size: int, source: str, build: Build) -> nnx.Param:
+    """Return a new parameter [size] for the tensor `source`, a learned vector."""
+    return declare((size,), build.dtype, ParamDecl((None,), (Source(source, size),), init_std=0.02))
 
 
 def run_layers(

@@ -203,9 +203,8 @@ class SafetensorsCheckpoint:
         return file
 
     def _open_index(self, folder: Path) -> None:
-        """Open the files that the folder's index lists, and set the file of each tensor to the result of `_placed`.
-
-        Raises ModelFileError for an invalid index or file.
+        """Open the files that the folder's index lists, and set the file of each tensor: the one in the index if
+        several have it. Raises ModelFileError for an invalid index or file, and if the index does not decide.
         """
         index_path = folder / self._index
         raw = read_bytes(folder, self._index, MAX_HEADER_BYTES) or b""

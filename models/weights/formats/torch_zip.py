@@ -302,7 +302,7 @@ _CODES: dict[bytes, Callable[[_Program], Any]] = {
 
 class TorchCheckpoint:
     """WeightSource of a file of torch.save with at most 1 GiB of tensors, which is read completely on opening. Raises
-    ModelFileError.
+    ModelFileError for a larger or invalid file, and for one that cannot be read.
     """
 
     _LIMIT = 1 << 30

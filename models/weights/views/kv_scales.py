@@ -73,7 +73,7 @@ def largest_for(scales: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _codes(dtype: str) -> float:
-    """Return the ratio of the largest magnitude to its scale, for codes of this dtype."""
+    """Return the ratio of the largest magnitude to its scale, for codes of this dtype: the largest code / _HEADROOM."""
     most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
     return most / _HEADROOM[dtype]
 
@@ -102,7 +102,9 @@ class KVShape(NamedTuple):
 
 
 def to_object(largest: KVScales) -> dict[str, Any]:
-    """Return the largest magnitudes as a JSON object: for keys and for values a list of heads for each layer."""
+    """Return the largest magnitudes as a JSON object: for keys and, if `v` is not None, values a list of heads
+    for each layer.
+    """
     values = {} if largest.v is None else {_LARGEST_VALUES: largest.v.tolist()}
     return {_LARGEST_KEYS: largest.k.tolist()} | values
 

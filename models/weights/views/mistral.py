@@ -77,8 +77,8 @@ def renamed(stored: str, *, latent: bool = False) -> str:
 
 
 def _in_layer(inner: str, latent: bool) -> str:
-    """Return the name, within a layer of the text model, of the module that is stored as `inner`. latent: see
-    `renamed`.
+    """Return the name, within a layer of the text model, of the module that is stored as `inner`. latent:
+    whether the model has latent attention.
     """
     mixture = "mlp" if latent else "block_sparse_moe"
     if _ROUTER.fullmatch(inner):
@@ -113,8 +113,8 @@ class MistralSource(NamedSource):
     """WeightSource of a checkpoint in Mistral AI's format under transformers' names, with its order of rows.
 
     num_heads: number of heads by the end of a projection's name ("self_attn.q_proj"), for all whose rows are rotated in
-    pairs. latent: see `renamed`. Raises ModelFileError for two tensors with one name, and for rows that do not split
-    into heads of an even size.
+    pairs. latent: whether the model has latent attention. Raises ModelFileError for two tensors with one name, and for
+    rows that do not split into heads of an even size.
     """
 
     def __init__(self, source: WeightSource, num_heads: Mapping[str, int], latent: bool):

@@ -190,7 +190,7 @@ class QuantizedSource(WrappedSource):
 
     def _check_alike(self, param: DeclaredParam) -> None:
         """Raise ModelFileError unless the modules of one product agree on the values that are read from the first
-        module only: the order of inputs, and their static scale, which must also be finite and above 0.
+        module only: the order of inputs, and their static scale, which must also be a normal number above 0.
         """
         kinds = {declared.name.rpartition(".")[2] for declared in param.decl.sources}
         if not kinds <= {CODES, PAIRS}:
@@ -233,8 +233,8 @@ class QuantizedSource(WrappedSource):
 
 
 def _is_quantized(stored: Stored, module: StoredModule) -> bool:
-    """Return whether the checkpoint has a module's matrix in the format `stored`, which is none that rounds a plain
-    matrix at load.
+    """Return whether the checkpoint has all tensors of the format `stored` for a module; False for a format of a
+    `weight` alone, and for one that rounds a plain matrix at load.
     """
     if isinstance(stored, Rounded):
         return False
