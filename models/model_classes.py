@@ -259,6 +259,7 @@ _MODULES = {
     "GlmOcrForConditionalGeneration": "glm_ocr",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax_vision",
     "DotsOCRForCausalLM": "dots_ocr",
+    "LLaVAOneVision1_5_ForConditionalGeneration": "llava_onevision1_5",
     "GotOcr2ForConditionalGeneration": "got_ocr2",
     "QianfanOCRForConditionalGeneration": "qianfan_ocr",
     "HunYuanVLForConditionalGeneration": "hunyuan_vl",

@@ -76,6 +76,7 @@ PROCESSORS = {
     "KeyeForConditionalGeneration": "keye:KeyeProcessor",
     "KeyeVL1_5ForConditionalGeneration": "keye:KeyeImagesProcessor",
     "DotsOCRForCausalLM": "dots_ocr:DotsOcrProcessor",
+    "LLaVAOneVision1_5_ForConditionalGeneration": "llava_onevision1_5:LlavaOnevision15Processor",
     "GotOcr2ForConditionalGeneration": "got_ocr2:GotOcr2Processor",
     "QianfanOCRForConditionalGeneration": "qianfan_ocr:QianfanOCRProcessor",
     "HunYuanVLForConditionalGeneration": "hunyuan_vl:HunYuanVLProcessor",
