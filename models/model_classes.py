@@ -283,6 +283,7 @@ _ENCODER_MODULES = {
     "XLMRobertaFlashModel": "xlm_roberta_flash",
     "DistilBertModel": "distilbert",
     "ModernBertModel": "modernbert",
+    "ModernVBertModel": "modernvbert",
     "NomicBertModel": "nomic_bert",
     "GteModel": "gte",
     "NewModel": "gte:GteModel",

@@ -56,6 +56,7 @@ PROCESSORS = {
     "AriaForConditionalGeneration": "aria:AriaProcessor",
     "Idefics2ForConditionalGeneration": "idefics2:Idefics2Processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
+    "ModernVBertModel": "idefics3:Idefics3Processor",
     "Llama4ForConditionalGeneration": "llama4:Llama4Processor",
     "SmolVLMForConditionalGeneration": "smolvlm:SmolVLMProcessor",
     "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
