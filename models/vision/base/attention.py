@@ -98,8 +98,8 @@ def _in_segments(
         query = query.swapaxes(0, 1)
         running = _nothing_seen(query)
         if lead is not None:
-            first, everyone = (each[:, None] for each in lead[1:]), jnp.ones((len(own), 1), bool)
-            running = _with_keys(running, query, *first, everyone, scale)
+            (key, value), everyone = (each[:, None] for each in lead[1:]), jnp.ones((len(own), 1), bool)
+            running = _with_keys(running, query, key, value, everyone, scale)
 
         def add(state: tuple[jax.Array, _Running]) -> tuple[jax.Array, _Running]:
             start, running = state
