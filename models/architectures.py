@@ -35,6 +35,7 @@ POOLING_CLASSES = {
     "ColBERTModernBertModel": ("ModernBertModel", TOKEN_EMBED),
     COLBERT_JINA: ("JinaEmbeddingsV3Model", TOKEN_EMBED),
     "ColBERTLfm2Model": ("Lfm2ForCausalLM", TOKEN_EMBED),
+    "ColModernVBertForRetrieval": ("ModernVBertModel", TOKEN_EMBED),
     "ColPaliForRetrieval": ("PaliGemmaForConditionalGeneration", TOKEN_EMBED),
     "ColQwen2ForRetrieval": ("Qwen2VLForConditionalGeneration", TOKEN_EMBED),
     "ColQwen2_5ForRetrieval": ("Qwen2_5_VLForConditionalGeneration", TOKEN_EMBED),

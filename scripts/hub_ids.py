@@ -200,6 +200,10 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "PaddleOCRVLForConditionalGeneration": ("PaddlePaddle/PaddleOCR-VL",),
     "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
     "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
+    "LLaVAOneVision1_5_ForConditionalGeneration": (
+        "lmms-lab/LLaVA-OneVision-1.5-4B-Instruct",
+        "lmms-lab/LLaVA-OneVision-1.5-8B-Instruct",
+    ),
     "Ernie4_5_VLMoeForConditionalGeneration": (
         "baidu/ERNIE-4.5-VL-28B-A3B-PT",
         "baidu/ERNIE-4.5-VL-28B-A3B-Base-PT",

@@ -340,7 +340,7 @@ class LayerConvolutions:
     kernel: int
 
     def __post_init__(self) -> None:
-        check_size("conv_kernel_size", self.kernel, MAX_KERNEL, 2)
+        check_size("conv_kernel_size", self.kernel, MAX_KERNEL)
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
@@ -374,7 +374,7 @@ class QueryKeyConvolutions:
 
     def __post_init__(self) -> None:
         for index, kernel in enumerate(self.kernels):
-            check_size(f"cca_time{index}", kernel, MAX_KERNEL, 2)
+            check_size(f"cca_time{index}", kernel, MAX_KERNEL)
         if self.num_kv_heads * self.head_dim % 2:
             text = f"num_key_value_heads * head_dim must be even, got {self.num_kv_heads} * {self.head_dim}"
             raise ModelConfigError(text)

@@ -55,6 +55,9 @@ class EncoderConfig(NamedTuple):
         fix it.
       head_activation, head_bias: activation and bias of the dense layer before scores of labels, where the family does
         not fix them.
+      layer_groups: (number of groups of layers that share weights, number of layers in a run of a group), of an encoder
+        whose groups run one after the other, each as often as the number of layers demands (ALBERT).
+      rotates_values: whether rope rotates values too, where the family does not fix it.
       pads: whether padding tokens follow a text up to num_positions tokens, and are seen like others.
     """
 
@@ -76,4 +79,6 @@ class EncoderConfig(NamedTuple):
     dropped_token: int | None = None
     dense_first: bool = False
     gated: bool = False
+    layer_groups: tuple[int, int] = (1, 1)
+    rotates_values: bool = False
     pads: bool = False

@@ -68,7 +68,7 @@ class ShortConvolution:
 
     def __post_init__(self) -> None:
         check_size("short convolution: channels", self.channels, MAX_HIDDEN)
-        check_size("short convolution: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)
+        check_size("short convolution: conv_kernel", self.conv_kernel, MAX_KERNEL)
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
@@ -201,8 +201,6 @@ class GatedDelta:
                 f"gated delta net: num_v_heads must be a multiple of num_k_heads, got {self.num_v_heads} and "
                 f"{self.num_k_heads}"
             )
-        if self.conv_kernel < 2:
-            raise ModelConfigError(f"gated delta net: conv_kernel must be at least 2, got {self.conv_kernel}")
         if self.rank is not None:
             check_size("gated delta net: rank", self.rank, MAX_HIDDEN)
         if self.lower_bound is not None and not -float("inf") < self.lower_bound < 0:
@@ -318,7 +316,7 @@ class StateSpace:
             ("state_size", MAX_HEAD_DIM),
         ):
             check_size(f"state space: {name}", getattr(self, name), most)
-        check_size("state space: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)
+        check_size("state space: conv_kernel", self.conv_kernel, MAX_KERNEL)
         check_size("state space: num_heads * head_dim", self.inner_size, MAX_INTERMEDIATE)
         if self.num_heads % self.num_groups:
             raise ModelConfigError(
@@ -390,7 +388,7 @@ class SelectiveScan:
             raise ModelConfigError(f"selective scan: num_heads must be {text}")
         check_size("selective scan: state_size", self.state_size, MAX_HEAD_DIM)
         check_size("selective scan: time_rank", self.time_rank, MAX_HIDDEN)
-        check_size("selective scan: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)
+        check_size("selective scan: conv_kernel", self.conv_kernel, MAX_KERNEL)
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
@@ -428,7 +426,7 @@ class GatedRecurrence:
     def __post_init__(self) -> None:
         check_size("recurrence: lru_width", self.channels, MAX_INTERMEDIATE)
         check_size("recurrence: num_attention_heads", self.num_heads, MAX_HEADS)
-        check_size("recurrence: conv1d_width", self.conv_kernel, MAX_KERNEL, 2)
+        check_size("recurrence: conv1d_width", self.conv_kernel, MAX_KERNEL)
         if self.channels % self.num_heads:
             text = f"lru_width must be a multiple of num_attention_heads, {self.num_heads}, got {self.channels}"
             raise ModelConfigError(text)

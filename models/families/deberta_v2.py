@@ -14,10 +14,12 @@ from jaxengine.models.config.encoder import C2P, P2C, Disentangled, EncoderConfi
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.families.bert import BASE, NAMES, NORM_SUFFIXES
+from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.attention.disentangled import (
     DisentangledAttention,
     DistanceEmbeddings,
     HeadwiseAttention,
+    HeadwiseDisentangledAttention,
 )
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.classify import DenseLabelScores
@@ -105,12 +107,16 @@ class DebertaV2Model(NamedEncoder):
         assert config.encoder is not None
         ranges = config.encoder.disentangled
         if ranges is None:
-            return super().make_attention(layer, build, **names)
+            return self.make_plain(layer, build=build, **names)
         if layer == self.stage.layers.start:
             source, eps = "model.encoder", config.rms_norm_eps
             self._distances = DistanceEmbeddings(ranges, config.hidden_size, eps, source=source, build=build)
         names |= {"distances": self._distances, "ranges": ranges, "build": build}
         return self.make_disentangled(layer, longest=config.max_position_embeddings, **names)
+
+    def make_plain(self, layer: int, **names: Any) -> Attention:
+        """Return the new attention without distances of index `layer`. names: further arguments of Attention."""
+        return Attention(self.config.attention[layer], self.config.hidden_size, **names)
 
     def make_disentangled(self, layer: int, **names: Any) -> DisentangledAttention:
         """Return the new attention of index `layer`. names: further arguments of DisentangledAttention."""
@@ -148,8 +154,6 @@ class DebertaModel(DebertaV2Model):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(talking_head=False)
-        if not fields.boolean("relative_attention", False):
-            raise fields.fail("relative_attention", "true")
         shared = super().read_hf(fields.with_defaults(**BASE, vocab_size=50265))
         return shared | {"attention": tuple(replace(each, bias=False) for each in shared["attention"])}
 
@@ -167,12 +171,16 @@ class DebertaModel(DebertaV2Model):
         width, runs = attention.num_heads * size, {"run": size, "stride": 3 * size}
         joined = {"tensor_rows": 3 * width, **runs}
         names["qkv"] = [Source(source, width, first=index * size, **joined) for index in range(3)]
+        names["biases"] = f"{self.names.layer}.attention.self"
         return super().make_attention(layer, build, **names)
+
+    def make_plain(self, layer: int, **names: Any) -> HeadwiseAttention:
+        return HeadwiseAttention(self.config.attention[layer], self.config.hidden_size, **names)
 
     def make_disentangled(self, layer: int, **names: Any) -> DisentangledAttention:
         own = f"{self.names.layer}.attention.self"
-        names |= {"own": ((f"{own}.pos_proj", False), (f"{own}.pos_q_proj", True)), "biases": own}
-        return HeadwiseAttention(self.config.attention[layer], self.config.hidden_size, **names)
+        names["own"] = (f"{own}.pos_proj", False), (f"{own}.pos_q_proj", True)
+        return HeadwiseDisentangledAttention(self.config.attention[layer], self.config.hidden_size, **names)
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:

@@ -60,14 +60,18 @@ def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> Experts
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.fail("topk_method", "'greedy' or 'group_limited_greedy'")
     size, grouped = fields.integer("moe_intermediate_size"), method != "greedy"
+    count, per_token = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    groups, best = (fields.integer("n_group"), fields.integer("topk_group")) if grouped else (1, 1)
+    if per_token <= count and (inside := best * (count // groups)):
+        per_token = min(per_token, inside)  # experts of other groups would have weights of 0
     return ExpertsConfig(
-        num_experts=fields.integer("n_routed_experts"),
-        num_per_token=fields.integer("num_experts_per_tok"),
+        num_experts=count,
+        num_per_token=per_token,
         intermediate_size=size,
         norm_weights=False,
         dense_layers=dense_layers,
-        num_expert_group=fields.integer("n_group") if grouped else 1,
-        topk_group=fields.integer("topk_group") if grouped else 1,
+        num_expert_group=groups,
+        topk_group=best,
         routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
         shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
     )

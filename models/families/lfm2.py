@@ -100,7 +100,7 @@ class Lfm2BidirectionalModel(Lfm2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(conv_bias=False)
         shared = super().read_hf(fields)
-        kernel = fields.integer("conv_L_cache", 3, minimum=2)
+        kernel = fields.integer("conv_L_cache", 3)
         layers = (
             replace(each, causal=False) if each.state is None else replace(each, state=None, feed_forward_only=True)
             for each in shared["attention"]
@@ -128,7 +128,7 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
     fields = fields.with_defaults(rope_theta=1e6, norm_eps=1e-5, intermediate_size=ffn_size)
     shared = hf_fields(fields, eps="norm_eps", tied=True)
     shared["tie_word_embeddings"] = fields.boolean("tie_embedding", shared["tie_word_embeddings"])
-    kernel, bias = fields.integer("conv_L_cache", 3, minimum=2), fields.boolean("conv_bias", False)
+    kernel, bias = fields.integer("conv_L_cache", 3), fields.boolean("conv_bias", False)
     state = ShortConvolution(shared["hidden_size"], kernel, bias)
     layers = zip(shared["attention"], _layer_kinds(fields), strict=True)
     attention = (replace(each, rope=None, state=state) if kind == CONV else each for each, kind in layers)

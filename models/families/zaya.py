@@ -211,7 +211,7 @@ class ZayaForCausalLM(Decoder):
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=head_dim,
-            kernels=(fields.integer("cca_time0", 2, minimum=2), fields.integer("cca_time1", 2, minimum=2)),
+            kernels=(fields.integer("cca_time0", 2), fields.integer("cca_time1", 2)),
         )
         layers = (replace(each, state=state, beside_state=True) for each in shared["attention"])
         residuals = WideResiduals(fields.integer("router_hidden_size", 256))

@@ -266,21 +266,26 @@ class NamedEncoder(Encoder):
         config, size, names = self.config, self.config.hidden_size, self.names
         attention = config.attention[layer]
         width = attention.num_heads * attention.head_dim
-        qkv = [f"{names.layer}.{name}" for name in names.qkv]
+        source = self.layer_source(layer)
+        qkv = [f"{source}.{name}" for name in names.qkv]
         attend = self.make_attention(
             layer,
             build,
             eps=config.rms_norm_eps,
-            source=names.layer,
+            source=source,
             qkv=[Source(name, width) for name in qkv] if len(qkv) > 1 else parts_of(qkv[0], width, width, width),
-            out=Source(f"{names.layer}.{names.out}", size),
+            out=Source(f"{source}.{names.out}", size),
         )
         norms = [
-            LayerNorm(size, config.rms_norm_eps, source=f"{names.layer}.{name}", build=build)
+            LayerNorm(size, config.rms_norm_eps, source=f"{source}.{name}", build=build)
             for name in (names.attention_norm, names.mlp_norm)
         ]
         layer_class = PostNormLayer if names.last_norm is None else PreNormLayer
         return layer_class(attend, norms[0], self.make_mlp(build), norms[1])
+
+    def layer_source(self, layer: int) -> str:
+        """Return the checkpoint module of layer `layer`, with "{layer}" for the number unless layers share modules."""
+        return self.names.layer
 
     def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
         """Return the new attention module of index `layer`. names: further arguments of Attention."""
@@ -296,7 +301,9 @@ class NamedEncoder(Encoder):
         """Return a layer's new MLP, which maps ([T, D], the step's Rows) to [T, D]."""
         names, sizes = self.names, (self.config.hidden_size, self.config.intermediate_size)
         activation, modules = self.activation, {"up": names.up, "down": names.down}
-        return MLP(*sizes, source=names.layer, **modules, activation=activation, bias=True, build=build)
+        assert build.layer is not None
+        source = self.layer_source(build.layer)
+        return MLP(*sizes, source=source, **modules, activation=activation, bias=True, build=build)
 
     def make_norm(self, build: Build) -> nnx.Module:
         if self.names.last_norm is None:

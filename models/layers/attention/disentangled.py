@@ -15,6 +15,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.encoder import C2P, P2C, Disentangled
+from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.attention.distance_bias import DistanceAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
@@ -115,9 +116,9 @@ class DisentangledAttention(DistanceAttention):
         return jnp.zeros(shape, x.dtype) if product is None else _projected(product, x).reshape(shape)
 
 
-class HeadwiseAttention(DisentangledAttention):
-    """DisentangledAttention of DeBERTa v1, whose projection of tokens has biases of queries and of values in tensors of
-    their own, `q_bias` and `v_bias` of the module `biases`, and none of keys.
+class HeadwiseAttention(Attention):
+    """Attention of DeBERTa v1, whose projection of tokens has biases of queries and of values in tensors of their own,
+    `q_bias` and `v_bias` of the module `biases`, and none of keys.
     """
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, biases: str, **names: Any):
@@ -133,6 +134,10 @@ class HeadwiseAttention(DisentangledAttention):
         q, k, v, gate = super()._heads(joined)
         q, v = (_with_bias(x, bias[...]) for x, bias in ((q, self.q_bias), (v, self.v_bias)))
         return [q, k, v, gate]
+
+
+class HeadwiseDisentangledAttention(HeadwiseAttention, DisentangledAttention):
+    """DisentangledAttention with the projection and the biases of HeadwiseAttention."""
 
 
 def _with_bias(heads: jax.Array, bias: jax.Array) -> jax.Array:

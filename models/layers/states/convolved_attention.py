@@ -108,7 +108,8 @@ class ConvolvedAttention(Attention):
         mixed = mixed + self.mixing_bias[...].astype(jnp.float32).reshape(-1, dim)
         q, k = jnp.split(joined.astype(jnp.float32).reshape(len(joined), -1, dim), [heads], axis=1)
         mean = 0.5 * (q.reshape(len(q), k.shape[1], -1, dim) + k[:, :, None])
-        return (mixed[:, :heads] + mean.reshape(q.shape), mixed[:, heads:] + jnp.mean(mean, axis=2)), raw, lagged[0][1]
+        mixed = mixed[:, :heads] + mean.reshape(q.shape), mixed[:, heads:] + jnp.mean(mean, axis=2)
+        return mixed, raw, lagged[0][1] if lagged else windows
 
     def _normed(self, x: jax.Array, dtype: Any) -> jax.Array:
         """Return x f32[T, N, H] at a length of sqrt(H); vectors shorter than the epsilon of `dtype` become shorter."""

@@ -10,7 +10,7 @@ counted from the first key that a block of queries sees, and what is hidden from
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,15 +50,56 @@ def segment_attention(
       scale: factor of the products of queries and keys.
       block: number of patches whose queries are taken at a time, the tower's unit.
     """
+    out, _ = _in_segments(q, k, v, segment, None, scale=scale, block=block)
+    return out
+
+
+def led_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, *, scale: float) -> jax.Array:
+    """Return segment_attention of P patches each block of which, UNIT patches, has a token more: the patches of the
+    block see it, and it sees itself and the patches of its segment. [P + P / UNIT, N, H] in q's dtype.
+
+    A block has patches of one segment alone. Equal tokens in all blocks of a segment have equal results.
+
+    Args:
+      q, k, v: [P + P / UNIT, N, H], the patches before the tokens of their blocks.
+      segment, scale: arguments of segment_attention; segment is i32[P]. What padding gets depends on its token.
+    """
+    count = len(segment)
+    leads = q[count:], k[count:], v[count:]
+    out, led = _in_segments(q[:count], k[:count], v[:count], segment, leads, scale=scale, block=UNIT)
+    assert led is not None
+    return jnp.concatenate([out, led])
+
+
+def _in_segments(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment: jax.Array,
+    leads: tuple[jax.Array, jax.Array, jax.Array] | None,
+    *,
+    scale: float,
+    block: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return segment_attention, [P, N, H], and the results of the tokens `leads`, [P / block, N, H]; None for None.
+
+    leads: queries, keys and values of these tokens, one for each block (led_attention).
+    """
     # A block of keys may begin anywhere: after the last patch there is room for one.
     keys, values = (jnp.pad(x, ((0, _KEYS), (0, 0), (0, 0))) for x in (k, v))
     of_keys = jnp.pad(segment, (0, _KEYS), constant_values=-1)
     first, end = _bounds(segment)
     bounds = first.reshape(-1, block).min(axis=1), end.reshape(-1, block).max(axis=1)
 
-    def attend(queries: tuple[jax.Array, ...]) -> jax.Array:
-        query, own, begin, stop = queries
+    def attend(queries: tuple[Any, ...]) -> jax.Array:
+        query, own, begin, stop, lead = queries
+        if lead is not None:
+            query, own = jnp.concatenate([query, lead[0][None]]), jnp.append(own, own[0])
         query = query.swapaxes(0, 1)
+        running = _nothing_seen(query)
+        if lead is not None:
+            (key, value), everyone = (each[:, None] for each in lead[1:]), jnp.ones((len(own), 1), bool)
+            running = _with_keys(running, query, key, value, everyone, scale)
 
         def add(state: tuple[jax.Array, _Running]) -> tuple[jax.Array, _Running]:
             start, running = state
@@ -66,12 +107,11 @@ def segment_attention(
             seen = _same(own, lax.dynamic_slice_in_dim(of_keys, start, _KEYS))
             return start + _KEYS, _with_keys(running, query, key, value, seen, scale)
 
-        state = begin, _nothing_seen(query)
-        _, running = lax.while_loop(lambda state: state[0] < stop, add, state)
+        _, running = lax.while_loop(lambda state: state[0] < stop, add, (begin, running))
         return _result(running).astype(q.dtype).swapaxes(0, 1)
 
-    out = lax.map(attend, (q.reshape(-1, block, *q.shape[1:]), segment.reshape(-1, block), *bounds))
-    return out.reshape(q.shape)
+    out = lax.map(attend, (q.reshape(-1, block, *q.shape[1:]), segment.reshape(-1, block), *bounds, leads))
+    return out[:, :block].reshape(q.shape), None if leads is None else out[:, block]
 
 
 def window_attention(

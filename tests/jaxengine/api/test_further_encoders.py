@@ -27,7 +27,8 @@ OPTIONS = {
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
 }
-ALWAYS = ("esm", "embedding_gemma2")  # frequencies and scales, projected states and inputs come from nowhere else
+# Frequencies and scales, projected states and inputs, and groups of layers come from nowhere else.
+ALWAYS = ("esm", "embedding_gemma2", "albert_groups")
 MEANS = ("esm", "eurobert_late", "eurobert_mean", "embedding_gemma2", "embedding_gemma2_text")
 
 

@@ -71,10 +71,9 @@ def test_fields_of_inkling_that_mean_the_same(one, other):
         ("inkling", {"layer_types": ["hybrid", "full_attention", "hybrid"]}, "layer_types must be a list of 3 of"),
         ("inkling", {"hidden_act": "prelu"}, "hidden_act must be 'silu'"),
         ("aria_text", {"hidden_act": "prelu"}, "hidden_act must be 'silu' or 'gelu'"),
-        ("inkling", {"sconv_kernel_size": 1}, "conv_kernel_size must be an integer >= 2"),
         ("zaya", {"num_experts_per_tok": 2}, "num_experts_per_tok must be 1 or absent"),
         ("zaya", {"lm_head_bias": True}, "lm_head_bias must be false or absent"),
-        ("zaya", {"cca_time1": 1}, "cca_time1 must be an integer >= 2"),
+        ("zaya", {"cca_time1": 0}, "cca_time1 must be an integer >= 1"),
         ("zaya", {"layer_types": ["hybrid_sliding"] * 3}, "sliding_window is missing"),
     ],
 )

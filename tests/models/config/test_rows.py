@@ -439,7 +439,6 @@ def test_deberta_refuses_what_it_does_not_compute():
         ({"pos_att_type": "c2p|p2p"}, "pos_att_type must be null, or a list of c2p and p2c"),
         ({"position_buckets": "8"}, "position_buckets must be an integer"),
         ({"max_relative_positions": 1 << 17}, "max_relative_positions must be an integer of at most 65536"),
-        ({"architectures": ["DebertaModel"], "relative_attention": None}, "relative_attention must be true"),
         ({"architectures": ["DebertaModel"], "talking_head": True}, "talking_head must be false or absent"),
         ({"position_buckets": 64}, "position_buckets must be from 4 to 4096, half of it below"),
         ({"embedding_size": 20}, "embedding_size must be 32 or absent"),

@@ -205,7 +205,7 @@ def test_limits_of_time_steps(written, limits):
         ("mamba2", {"num_heads": 4096, "hidden_size": 2**17, "expand": 1e30}, "num_heads must be such that"),
         ("mamba", {"expand": 1e30, "intermediate_size": None}, "intermediate_size"),
         ("mamba", {"state_size": 10**9}, "selective scan: state_size must"),
-        ("mamba", {"conv_kernel": 1}, "selective scan: conv_kernel must"),
+        ("mamba", {"conv_kernel": 65}, "selective scan: conv_kernel must"),
         ("mamba", {"time_step_rank": "many"}, "time_step_rank must be an integer"),
         ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices must be a list of layers from 0 to 3"),
         ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices must be a list of layers"),

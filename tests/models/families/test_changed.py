@@ -8,8 +8,8 @@ import pytest
 from tests.fixtures.changed_models import CASES, PROMPT, RECORD, TOKENS, write
 from tests.models.conftest import PagedRun, load_checkpoint
 
-# Further states and MLPs, whose activations are found where these have theirs.
-FURTHER = ("axk2", "falcon_h1", "hy_v4", "kimi_linear", "minimax")
+# Further states and MLPs, whose activations, or convolutions of one token, are found where these have theirs.
+FURTHER = ("axk2", "falcon_h1", "hy_v4", "kimi_linear", "minimax", "mamba_one", "mamba2_one", "qwen3_next_one")
 
 
 @pytest.mark.parametrize(

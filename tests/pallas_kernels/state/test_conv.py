@@ -45,10 +45,21 @@ def test_against_float64(implementation, kernel_size, dtype, batch):
     np.testing.assert_array_equal(np.float64(after), exact[1])
 
 
+def test_a_window_of_one_token():
+    """Products without a state, zeros for tokens of no sequence."""
+    rows = BATCHES["decodes"].rows()
+    live = np.arange(12) < np.asarray(rows.cu_q_lens)[int(rows.num_seqs)]
+    assert not live.all()
+    x = jnp.where(live[:, None], jnp.arange(36.0).reshape(12, 3), jnp.nan)
+    y, windows = causal_conv(x, jnp.asarray([[2.0], [0.5], [-1.0]]), jnp.zeros((NUM_ROWS, 0, 3)), rows)
+    np.testing.assert_array_equal(y, np.where(live[:, None], np.nan_to_num(x) * [2.0, 0.5, -1.0], 0.0))
+    assert windows.shape == (NUM_ROWS, 0, 3)
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "windows", "said"),
     [
-        ((4, 3), (3, 1), (2, 0, 3), "must agree"),
+        ((4, 3), (3, 0), (2, 0, 3), "must agree"),
         ((4, 3), (2, 2), (2, 1, 3), "must agree"),
         ((4, 3), (3, 4), (2, 2, 3), "must agree"),
     ],
