@@ -9,9 +9,9 @@ tests/fixtures/recorded_prompts.py in their prompts.
 The first engine serves the recorded prompts one by one, greedily, whose tokens must be those that transformers goes on
 with, and twenty others, greedy and seeded, of which some begin as the recorded ones do. All other modes must give the
 tokens of this one: a crowd in pools so small that requests are preempted, the same again with prefix hits, chunks of 5,
-16 and 512 tokens, and two devices by each kind of parallelism that splits the model. What differs by the scheduler
-alone is served by one engine. With matrices of the layers rounded to int8 and to e4m3, the tokens of a crowd are those
-of the same engine one by one. It forces eight devices on the CPU.
+16 and 512 tokens, and two devices by each kind of parallelism that splits the model; a tower that cannot be split is
+whole on each. What differs by the scheduler alone is served by one engine. With matrices of the layers rounded to int8
+and to e4m3, the tokens of a crowd are those of the same engine one by one. It forces eight devices on the CPU.
 
 A refusal counts as "not split" where it is of what the mode asks for and says why the model cannot be split so; any
 other fails the row. Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the
