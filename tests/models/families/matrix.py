@@ -199,7 +199,8 @@ def serve(model: Path, workload: Workload, length: int, more: dict[str, Any], on
     config, shared = read_folder(model), {"model": str(model), **more}
     if config.keeps_states:
         shared["num_state_snapshots"] = 24
-    chunk = max(32, shared.pop("max_num_batched_tokens", 0) + 16)  # some texts go on
+    # Some texts go on, and with stages half of a step must have room.
+    chunk = max(32, 2 * shared.pop("max_num_batched_tokens", 0) + 16)
     model_groups = build_model(config, Build("float32")).cache_groups(PAGE_SIZE, "float32")
     windows = [group.window for group in paged_groups(model_groups)]
     small = [pages_for(length, windows, chunk, 1)]
