@@ -189,9 +189,10 @@ Each family is compared with Hugging Face transformers in float32, on tiny check
 `python -m tests.fixtures.record models`. The comparison covers the logits of whole prompts, of chunks and of single
 tokens. "Error" is the largest difference divided by the largest logit; tests allow 1e-4
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
-benchmarks/results/families.json` measures it and also serves checkpoints from whole engines: alone, in batches, in
-chunks, preempted, with prefix hits, on two devices. The file says for which checkpoints that was done; for
-architectures without an error here, it was done for none. Tests compare all of them, and whole engines with images in
+benchmarks/results/families.json` measures it and also serves checkpoints from whole engines, with images and sounds in
+prompts where a model takes them: alone, in batches, in chunks, preempted, with prefix hits, on two devices, rounded to
+int8 and e4m3. The file says for which checkpoints and in which of these ways that was done; of architectures without an
+error here, it measured no logits. Tests compare all of them, and whole engines with images in
 `tests/jaxengine/engine/test_pictures.py`, with sounds in `test_sounds.py` and `test_prompt_sounds.py` there.
 "Checkpoints" counts the recorded ones.
 
@@ -400,7 +401,8 @@ def _models() -> Iterator[str]:
     """Yield a table row for each architecture of MODELS, except those that a user registered."""
     errors, recorded = dict[str, list[float]](), _recorded()
     for row in json.loads(_MEASURED.read_text()).values():
-        errors.setdefault(row["architecture"], []).append(row["error"])
+        if "error" in row:
+            errors.setdefault(row["architecture"], []).append(row["error"])
     for name, model in MODELS.items():
         if is_custom(model):
             continue

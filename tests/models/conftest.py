@@ -29,8 +29,8 @@ from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER as CHECKPOINTS
 from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures.recorded_prompts import WEIGHTS_OF
 
-WEIGHTS_OF = {"llama_yarn": "llama"}
 PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
 NUM_SLOTS = 4  # of states; those of sequences, and what nobody has written, hold NaN before
 

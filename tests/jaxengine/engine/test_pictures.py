@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
-from tests.fixtures import picture_cases, picture_checkpoints, unit_pictures
-from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures import picture_checkpoints
+from tests.fixtures.recorded_prompts import SEGMENTED, UNITS, least_options, recorded_prompts, write_whole
 from tests.tables import each_row
 
 OPTIONS: dict[str, Any] = {
@@ -32,8 +32,6 @@ TIGHT = {"max_num_batched_tokens": 20, "num_gpu_blocks_override": 34}
 # Pictures are not cut, and a step has room for one; half of the layers have windows.
 WHOLE = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 56}
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
-UNIT_PROMPTS = ((), (0,), (1,), (0, 2), (3, 1))
-SEGMENTED, UNITS = tuple(picture_cases.PROMPTS), tuple(unit_pictures.CASES)
 # Places in three dimensions, rows with parts for several layers, videos; and what is seen in both directions.
 QUICK = ("qwen3_vl_vision", "gemma3_sees_vision")
 
@@ -42,40 +40,28 @@ class Case:
     """A tiny checkpoint that sees.
 
     Attributes:
-      prompts: with their pictures, and `answers`: the tokens that transformers found to follow, by name.
+      prompts: with their pictures, once an engine has started, and `answers`: the tokens that transformers found to
+        follow, by name.
     """
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder = name, folder
+        self.name, self.folder = name, write_whole(name, folder)
         self.prompts: dict[str, dict[str, Any]] = {}
-        self.answers: dict[str, list[int]] = {}
-        if name in SEGMENTED:
-            picture_checkpoints.whole_checkpoint(name, folder)
-            with np.load(picture_checkpoints.golden_path(name)) as golden:
-                self.answers = {prompt: golden[f"{prompt}_greedy"].tolist() for prompt in picture_cases.PROMPTS[name]}
-        else:
-            unit_pictures.write_checkpoint(folder, name, checkpoint(name))
-            with np.load(Path(unit_pictures.__file__).parent / "models" / name / "pictures.npz") as golden:
-                self.answers = {str(number): golden[f"greedy_{number}"].tolist() for number in range(len(UNIT_PROMPTS))}
+        self.answers = {prompt: each.answer for prompt, each in recorded_prompts(name, str).items()}
 
     def start(self, **options: Any) -> LLM:
         llm = LLM(str(self.folder), **{**OPTIONS, **options})
         self.write = write = llm.core.inputs.media.processor.placeholder
-        for prompt in self.answers:
-            parts = picture_cases.PROMPTS[self.name][prompt] if self.name in SEGMENTED else None
-            self.prompts[prompt] = _unit_prompt(int(prompt), write) if parts is None else _prompt(parts, write)
+        self.prompts = {prompt: each.prompt for prompt, each in recorded_prompts(self.name, write).items()}
         return llm
 
 
 def options_of(case: Case) -> dict[str, Any]:
     """TIGHT, or WHOLE; a model whose layers keep unlike keys needs more pages for one prompt."""
-    if case.name.startswith("gemma3"):
-        return WHOLE
-    if case.name.startswith("paligemma"):  # a step has room for a whole prompt, and its two pictures
-        return {**WHOLE, "max_num_batched_tokens": 52, "max_num_batched_encoder_tokens": 32}
-    if case.name.startswith("molmo2"):  # half a step has room for all pictures of a prompt
-        most = {"max_num_batched_tokens": 152, "max_num_batched_encoder_tokens": 160 if "odd" in case.name else 32}
-        return {**most, "num_gpu_blocks_override": 34, "limit_mm_per_prompt": {"video": 0}}
+    if case.name.startswith(("gemma3", "paligemma")):
+        return {**WHOLE, **least_options(case.name)}
+    if case.name.startswith("molmo2"):
+        return {**TIGHT, **least_options(case.name)}
     if case.name.startswith("gemma4"):  # layers whose pages differ in size
         return {**(WHOLE if "both" in case.name else TIGHT), "num_gpu_blocks_override": 76}
     if case.name.startswith("muse_glimmer"):  # a page has the keys of one layer
@@ -84,30 +70,6 @@ def options_of(case: Case) -> dict[str, Any]:
     if case.name.startswith(windowed):  # layers with windows and without
         return {**TIGHT, "num_gpu_blocks_override": 56}
     return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
-
-
-def _prompt(parts: Any, write: Any) -> dict[str, Any]:
-    text, data = "", {"image": [], "video": []}
-    for part in parts:
-        if isinstance(part, str):
-            text += part
-            continue
-        kind, *about = part
-        if kind == "image":
-            data[kind].append(picture_checkpoints.picture(*about))
-        else:
-            seed, count, height, width, *rest = about
-            fps = rest[0] if rest else picture_cases.FPS
-            known = {} if fps is None else {"fps": fps, "total_num_frames": count, "frames_indices": list(range(count))}
-            data[kind].append((picture_checkpoints.frames(seed, count, height, width), known))
-        text += write(kind)
-    return {"prompt": text, "multi_modal_data": data}
-
-
-def _unit_prompt(number: int, write: Any) -> dict[str, Any]:
-    pictures = UNIT_PROMPTS[number]
-    text = unit_pictures.text_of(write("image"), number, len(pictures))
-    return {"prompt": text, "multi_modal_data": {"image": [unit_pictures.picture(index) for index in pictures]}}
 
 
 def answers(llm: LLM, prompts: list[Any], counts: list[int]) -> list[list[int]]:

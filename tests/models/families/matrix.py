@@ -2,14 +2,17 @@
 
     python -m tests.models.families.matrix [NAME ...] [--only MODE ...] [--fast-compile] [--json FILE]
 
-First the logits, of whole prompts and in chunks: the largest difference, of the largest logit. With `--only logits`
-nothing else. Then the engines, of models that see or hear without their towers; images are in
-tests/jaxengine/engine/test_pictures.py and test_pictures_parallel.py.
+First the logits, of whole prompts of text and in chunks: the largest difference, of the largest logit. With `--only
+logits` nothing else. Then engines, of models that see or hear with their towers, and with the pictures and sounds of
+tests/fixtures/recorded_prompts.py in their prompts.
 
-Each engine serves the two recorded prompts, greedily, whose tokens must be those that transformers goes on with, and
-twenty others, greedy and seeded, whose tokens must be those of the first engine serving them one by one. Modes: alone,
-a crowd in a pool so small that requests are preempted all the time, the same again with prefix hits, chunks of 5, 16
-and 512 tokens, and two devices by each kind of parallelism that splits the model. It forces eight devices on the CPU.
+The first engine serves the recorded prompts one by one, greedily, whose tokens must be those that transformers goes on
+with, and twenty others, greedy and seeded, of which some begin as the recorded ones do. All other modes must give the
+tokens of this one: a crowd in pools so small that requests are preempted, the same again with prefix hits, chunks of 5,
+16 and 512 tokens, and two devices by each kind of parallelism that splits the model; a tower that cannot be split is
+whole on each. What differs by the scheduler alone is served by one engine. With matrices of the layers rounded to int8
+and to e4m3, the tokens of a crowd are those of the same engine one by one. It forces eight devices on the CPU.
+
 A refusal counts as "not split" where it is of what the mode asks for and says why the model cannot be split so; any
 other fails the row. Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the
 exit status is 1 when a token differs or a row failed. `--fast-compile` compiles as tests do (tests/fast_compile.py), in
@@ -23,9 +26,9 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,17 @@ if __name__ == "__main__":
 import numpy as np
 
 from jaxengine import LLM, ConfigError, SamplingParams
+from jaxengine.media.open import open_processor
 from jaxengine.models.build import Build
 from jaxengine.models.cache import paged_groups
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.scheduler.pages.groups import most_pages
+from jaxengine.tokens.tokenizer import Tokenizer
+from tests.conftest import use_scheduler
 from tests.fast_compile import fast_compile
-from tests.fixtures.drawn_weights import FOLDER, checkpoint
-from tests.models.conftest import WEIGHTS_OF, PagedRun, load_recorded
+from tests.fixtures.drawn_weights import FOLDER
+from tests.fixtures.recorded_prompts import WITH_MEDIA, Recorded, least_options, recorded_prompts, write_whole
+from tests.models.conftest import PagedRun, load_recorded
 
 NUM_OTHERS = 20
 PAGE_SIZE = 4
@@ -51,31 +58,40 @@ TOLERANCE = 1e-4
 
 def options(length: int, windows: list[int | None], chunk: int = 32, *, requests: float = 1) -> dict[str, Any]:
     """Room for one request of any length, or several, in every cache group, and little more."""
-    pages = int(requests * most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk)) + 4
     return {
-        "skip_tokenizer_init": True,
         "dtype": "float32",
         "max_model_len": length,
         "max_num_seqs": 8,
         "max_num_batched_tokens": chunk,
         "block_size": PAGE_SIZE,
-        "num_gpu_blocks_override": pages,
+        "num_gpu_blocks_override": pages_for(length, windows, chunk, requests),
         "compilation_config": {"cudagraph_capture_sizes": [8], "prefill_sizes": [chunk]},
         "disable_log_stats": True,
     }
 
 
+def pages_for(length: int, windows: list[int | None], chunk: int, requests: float) -> int:
+    """Pages of so many requests, and a few more."""
+    return int(requests * most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk)) + 4
+
+
 EQUAL, NOTHING, NEVER = "equal", "did not happen", "never: its windows give back what they take"
+UNCUT = "never: its pictures are seen whole"  # and the engine refuses chunks that are smaller
 FIRST = "compared with by the others"  # where nothing else is known
-MODES: dict[str, dict[str, Any]] = {
+# What makes requests give way depends on how much of them windows and states give back: pages of so many requests.
+POOLS = (1.5, 2, 1, 1.25, 3, 1.1, 1.4, 1.7, 2.5, 4)
+SCHEDULED: dict[str, dict[str, Any]] = {
     "chunks of 5": {"long_prefill_token_threshold": 5},
     "chunks of 16": {"long_prefill_token_threshold": 16},
+}
+MODES: dict[str, dict[str, Any]] = {
     "chunks of 512": {"chunk": 512},
     "tp 2": {"tensor_parallel_size": 2},
     "pp 2": {"pipeline_parallel_size": 2},
     "dp 2": {"data_parallel_size": 2},
     "ep 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
+ROUNDED = {"int8": {"quantization": "int8"}, "e4m3": {"quantization": "fp8"}}
 
 # Why a model cannot be split, by the option that asks for it, as the engine says it.
 NOT_SPLIT = {
@@ -93,35 +109,43 @@ def is_not_split(error: ValueError, changes: dict[str, Any]) -> bool:
 
 
 class Workload:
-    """Prompts with the tokens that are known to follow greedily, then others, of which some begin as the first does."""
+    """Prompts with the tokens that are known to follow greedily, then others, of which some begin as the first do."""
 
-    def __init__(self, prompts: list[list[int]], greedy: list[list[int]], length: int, vocab_size: int):
-        self.prompts, self.greedy = list(prompts), greedy
-        self.params = [self._params(max(1, len(tokens))) for tokens in greedy]
-        rng, most = np.random.default_rng(1), length - 13
-        for index in range(NUM_OTHERS):
-            own = rng.integers(0, vocab_size, int(rng.integers(1, 24))).tolist()
-            shared = self.prompts[0][:20] if index % 3 == 0 else []
-            self.prompts.append((shared + own)[:most])
+    def __init__(self, recorded: list[Recorded], others: list[dict[str, Any]], longest: int):
+        """others: prompts of unknown answers. longest: tokens of the longest of all prompts, with those for media."""
+        self.greedy = [each.answer for each in recorded]
+        self.prompts = [each.prompt for each in recorded] + others
+        self.params = [self._params(max(1, len(tokens))) for tokens in self.greedy]
+        for index in range(len(others)):
             self.params.append(self._params(12, temperature=0.9 * (index % 2), seed=index))
-        asked = zip(self.prompts, self.params, strict=True)
-        self.longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in asked)
+        self.longest = longest + max(params.max_tokens or 0 for params in self.params)
 
     @classmethod
-    def recorded(cls, folder: Path, length: int, vocab_size: int) -> Workload:
-        """With the prompts of a folder's goldens."""
-        with np.load(folder / "golden.npz", allow_pickle=False) as golden:
-            prompts, greedy = (
-                [golden[f"{kind}_{index}"].tolist() for index in range(2)] for kind in ("token_ids", "greedy")
-            )
-        return cls(prompts, greedy, length, vocab_size)
+    def of_tokens(cls, recorded: list[Recorded], length: int, vocab_size: int) -> Workload:
+        """With random token ids, at most `length` of them with their answers."""
+        rng, most, others = np.random.default_rng(1), length - 13, []
+        for index in range(NUM_OTHERS):
+            own = rng.integers(0, vocab_size, int(rng.integers(1, 24))).tolist()
+            shared = recorded[0].token_ids[:20] if index % 3 == 0 else []
+            others.append({"prompt_token_ids": (shared + own)[:most]})
+        longest = max(len(ids) for ids in (*(each["prompt_token_ids"] for each in others), recorded[0].token_ids))
+        return cls(recorded, others, max(longest, len(recorded[1].token_ids)))
+
+    @classmethod
+    def of_media(cls, recorded: list[Recorded]) -> Workload:
+        """With the recorded texts, which then go on, and their pictures and sounds."""
+        others, further = [], [" w7" * (index // len(recorded)) for index in range(NUM_OTHERS)]
+        for index, text in enumerate(further):
+            prompt = recorded[index % len(recorded)].prompt
+            others.append({**prompt, "prompt": prompt["prompt"] + text})
+        return cls(recorded, others, max(len(each.token_ids) for each in recorded) + len(further[-1]))
 
     @staticmethod
     def _params(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:
         return SamplingParams(temperature=temperature, seed=seed, max_tokens=count, ignore_eos=True, detokenize=False)
 
     def run(self, llm: LLM, *, alone: bool = False) -> list[list[int]]:
-        given: Any = [{"prompt_token_ids": prompt} for prompt in self.prompts]
+        given: Any = self.prompts
         if alone:
             done = [
                 llm.generate([each], [params], use_tqdm=False)[0]
@@ -154,74 +178,96 @@ def logits_error(name: str) -> float:
 
 def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
     """What came out in each mode: "equal", "not split" and why, "refused" and why, or what differs."""
-    raw, config = json.loads((FOLDER / name / "config.json").read_text()), read_folder(FOLDER / name)
-    length = min(256, config.max_position_embeddings)
-    folder = checkpoint(WEIGHTS_OF.get(name, name))
     with tempfile.TemporaryDirectory() as temporary:
-        model = Path(temporary)  # the recorded configuration over weights that may be another case's
-        (model / "config.json").write_text(json.dumps(raw))
-        for file in folder.glob("model*.safetensors*"):
-            shutil.copy(file, model)
-        return serve(model, Workload.recorded(FOLDER / name, length, config.vocab_size), length, cache, only)
+        model = write_whole(name, Path(temporary))
+        config, more = read_folder(model), dict[str, Any](least_options(name), compile_cache_dir=cache)
+        length = min(256, config.max_position_embeddings)
+        if name in WITH_MEDIA:
+            processor = open_processor(model, config, tokenizer=Tokenizer.from_hf_folder(model))
+            workload = Workload.of_media([*recorded_prompts(name, processor.placeholder).values()])
+        else:
+            recorded = [*recorded_prompts(name, str).values()]
+            workload = Workload.of_tokens(recorded, length, config.vocab_size)
+            more["skip_tokenizer_init"] = True
+            if config.tower is not None and not config.tower.crosses:  # its processor has no settings here
+                more["language_model_only"] = True
+        return serve(model, workload, length, more, only)
 
 
-def serve(model: Path, workload: Workload, length: int, cache: str, only: list[str]) -> dict[str, str]:
-    """What came out of a checkpoint in each mode: see `examine`."""
-    longest = min(length, workload.longest + 1)
-    shared: dict[str, Any] = {"model": str(model), "compile_cache_dir": cache}
-    config = read_folder(model)
-    if config.tower is not None and not config.tower.crosses:  # its processor has no settings here
-        shared["language_model_only"] = True
+def serve(model: Path, workload: Workload, length: int, more: dict[str, Any], only: list[str]) -> dict[str, str]:
+    """What came out of a checkpoint in each mode: see `examine`. more: options of all engines."""
+    config, shared = read_folder(model), {"model": str(model), **more}
     if config.keeps_states:
         shared["num_state_snapshots"] = 24
+    # Some texts go on, and with stages half of a step must have room.
+    chunk = max(32, 2 * shared.pop("max_num_batched_tokens", 0) + 16)
     model_groups = build_model(config, Build("float32")).cache_groups(PAGE_SIZE, "float32")
     windows = [group.window for group in paged_groups(model_groups)]
-    first = LLM(**options(length, windows), **shared)
+    small = [pages_for(length, windows, chunk, 1)]
+    small += [pages_for(min(length, workload.longest + 1), windows, chunk, count) for count in POOLS]
+    first = LLM(**options(length, windows, chunk, requests=max(POOLS)), **shared)
     expected = workload.run(first, alone=True)
     rows = {"alone": _verdict(workload.wrong(expected)) if any(workload.greedy) else FIRST}
-    # What makes requests give way depends on how much of them windows and states give back.
-    pools = [
-        options(length, windows),
-        *(options(longest, windows, requests=count) for count in (1.5, 2, 1, 1.25, 3)),
-    ]
     if not only or "preempted" in only:
-        for pool in pools:
-            found = _crowded(LLM(**pool, **shared), workload, expected)
-            # What is wrong in any pool stays.
-            for mode, each in found.items():
-                if rows.get(mode, NOTHING) == NOTHING or not each.endswith((NOTHING, EQUAL)):
-                    rows[mode] = each
-            if NOTHING not in rows.values():
-                break
+        rows |= _crowded(first, workload, expected, small)
         if rows["preempted"] == NOTHING and windows and None not in windows:
             rows["preempted"] = NEVER
-    for mode, changes in MODES.items():
+    for mode, changes in SCHEDULED.items():
+        if first.core.engine.runner.config.whole_pictures:
+            rows[mode] = UNCUT
+        elif not only or mode in only:
+            use_scheduler(first, num_pages=small[0], **changes)
+            rows[mode] = _verdict(_differing(workload.run(first), expected))
+    rows["alone"] = _ended(first, rows["alone"])
+    for mode, changes in (MODES | ROUNDED).items():
         if only and mode not in only:
             continue
-        changes = dict(changes)
-        chosen = options(length, windows, changes.pop("chunk", 32))
+        own = dict(changes)
+        own |= options(length, windows, max(chunk, own.pop("chunk", 32)))
         try:
-            llm = LLM(**chosen, **shared, **changes)
+            llm = started(own | shared)
         except ValueError as error:  # a ConfigError is one, and any refusal is a row
             rows[mode] = f"{'not split' if is_not_split(error, changes) else 'refused'}: {error}"[:200]
             continue
-        rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), expected)))
-    rows["alone"] = _ended(first, rows["alone"])
+        if mode in ROUNDED:
+            wanted = workload.run(llm, alone=True)
+            use_scheduler(llm)  # without the prefixes of these
+        else:
+            wanted = expected
+        rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), wanted)))
     return rows
 
 
-def _crowded(llm: LLM, workload: Workload, expected: list[list[int]]) -> dict[str, str]:
-    """The workload in a small pool, and once more with what is left there of the first time."""
-    scheduler = llm.core.engine.scheduler
-    preempted = _verdict(_differing(workload.run(llm), expected))
-    if preempted == EQUAL and not scheduler.num_preemptions:
-        preempted = NOTHING
-    again = _verdict(_differing(workload.run(llm), expected))
-    if again == EQUAL and scheduler.config.enable_prefix_caching and not scheduler.num_prefix_hits:
-        again = NOTHING
-    if not scheduler.config.enable_prefix_caching:
-        again = f"not cached, {again}"
-    return {"preempted": preempted, "prefix hits": _ended(llm, again)}
+def started(chosen: dict[str, Any]) -> LLM:
+    """An engine; on two devices with a whole tower on each, if only the rest of the model can be split."""
+    try:
+        return LLM(**chosen)
+    except ConfigError as error:
+        if error.param != "tensor_parallel_size" or "(tower." not in str(error):
+            raise
+    return LLM(**chosen, mm_encoder_tp_mode="data")
+
+
+def _crowded(llm: LLM, workload: Workload, expected: list[list[int]], pools: list[int]) -> dict[str, str]:
+    """The workload in small pools, and once more with what is left there of the first time, until requests have been
+    preempted and prefixes found."""
+    rows: dict[str, str] = {}
+    for num_pages in pools:
+        scheduler = use_scheduler(llm, num_pages=num_pages)
+        found = {"preempted": _verdict(_differing(workload.run(llm), expected))}
+        if found["preempted"] == EQUAL and not scheduler.num_preemptions:
+            found["preempted"] = NOTHING
+        again, cached = _verdict(_differing(workload.run(llm), expected)), scheduler.config.enable_prefix_caching
+        if again == EQUAL and cached and not scheduler.num_prefix_hits:
+            again = NOTHING
+        found["prefix hits"] = again if cached else f"not cached, {again}"
+        # What is wrong in any pool stays.
+        for mode, each in found.items():
+            if rows.get(mode, NOTHING) == NOTHING or not each.endswith((NOTHING, EQUAL)):
+                rows[mode] = each
+        if NOTHING not in rows.values():
+            break
+    return rows
 
 
 def _ended(llm: LLM, verdict: str) -> str:
@@ -242,7 +288,7 @@ def _verdict(wrong: list[int]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--only", nargs="+", default=[], choices=["logits", "preempted", *MODES])
+    parser.add_argument("--only", nargs="+", default=[], choices=["logits", "preempted", *SCHEDULED, *MODES, *ROUNDED])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--executables", default=str(Path(".cache") / "executables"))
     parser.add_argument("--fast-compile", action="store_true")
@@ -256,19 +302,28 @@ def _run(args: argparse.Namespace) -> bool:
     names = args.names or sorted(path.parent.name for path in FOLDER.glob("*/golden.npz"))
     bad = False
     for name in names:
-        error = logits_error(name)
-        modes = examine(name, args.executables, args.only) if args.only != ["logits"] else {}
-        bad |= error > TOLERANCE
+        # Of those that hear, no logits of texts are recorded.
+        errors = [logits_error(name)] if (FOLDER / name / "golden.npz").exists() else []
+        try:
+            modes = examine(name, args.executables, args.only) if args.only != ["logits"] else {}
+        except Exception:  # of one checkpoint: the others are examined all the same
+            traceback.print_exc()
+            bad = True
+            continue
+        bad |= any(error > TOLERANCE for error in errors)
         bad |= any(
-            found not in (EQUAL, f"not cached, {EQUAL}", NEVER) and not found.startswith("not split")
+            found not in (EQUAL, f"not cached, {EQUAL}", NEVER, UNCUT) and not found.startswith("not split")
             for found in modes.values()
         )
-        print(f"{name}: logits {error:.1e}" + "".join(f", {mode} {found}" for mode, found in modes.items()), flush=True)
+        found = [*(f"logits {error:.1e}" for error in errors), *(f"{mode} {each}" for mode, each in modes.items())]
+        print(f"{name}: {', '.join(found)}", flush=True)
         if args.json:
             known = json.loads(args.json.read_text()) if args.json.exists() else {}
             row = known.setdefault(name, {"modes": {}})
-            row["architecture"], row["error"] = load_recorded(name).config.architecture, float(f"{error:.1e}")
+            row["architecture"] = read_folder(FOLDER / name).architecture
             row["modes"] |= modes
+            if errors:
+                row["error"] = float(f"{errors[0]:.1e}")
             args.json.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     return bad
 
