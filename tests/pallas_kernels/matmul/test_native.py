@@ -44,7 +44,7 @@ CASES = [
     (5, 48, 2304, 1, "bfloat16", False, "bfloat16", "float32", False),  # several strips of columns
     (13, 96, 192, 1, "bfloat16", False, "bfloat16", "float32", False),  # 6 rows twice and 1 row; one panel
     (4, 320, 1152, 1, "bfloat16", False, "bfloat16", "float32", False),  # five panels of words; several strips
-    (11, 320, 1152, 1, "bfloat16", False, "bfloat16", "float32", False),  # 6, 4 and 1 rows
+    (11, 320, 2880, 1, "bfloat16", False, "bfloat16", "float32", False),  # 6, 4 and 1 rows; strips on eight threads
     (9, 160, 704, 1, "bfloat16", False, "bfloat16", "float32", True),  # 6, 2 and 1 rows; panels of a table
     (3, 192, 1152, 1, "float32", False, "float32", "float32", False),
     (14, 192, 1152, 1, "float32", False, "float32", "float32", False),
