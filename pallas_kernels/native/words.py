@@ -62,8 +62,8 @@ def read_words(b: Builder, lines: tuple[Any, Any]) -> list[Any]:
     """
     found = []
     for first in (0, 2 * LANES):
-        two = [b.read(line, 2 * first, _SHORTS) for line in lines]
+        one, other = (b.read(line, 2 * first, _SHORTS) for line in lines)
         for start in (0, LANES):
             lanes = [part for lane in range(start, start + LANES) for part in (lane, 2 * LANES + lane)]
-            found.append(b.bitcast(b.shuffle_vector(*two, indices(lanes)), INTS))
+            found.append(b.bitcast(b.shuffle_vector(one, other, indices(lanes)), INTS))
     return found

@@ -190,7 +190,7 @@ class RowProducts(Handlers):
         panels = b.sdiv(own["inputs"], b.mul(own["panel"], I64(kind.per_word)))
         begin = b.mul(block, own["width"])
         end = least(b, b.add(begin, own["width"]), own["outputs"])
-        packed = b.alloca(I8, I64(_STRIP * kind.tile_bytes))
+        packed: Any = b.alloca(I8, I64(_STRIP * kind.tile_bytes))
         packed.align = _VECTOR_BYTES
         with b.loop(begin, end, _STRIP * TILE) as (strip, _):
             tiles = least(b, b.sdiv(b.sub(end, strip), I64(TILE)), I64(_STRIP))

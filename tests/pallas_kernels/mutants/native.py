@@ -117,13 +117,6 @@ MUTANTS = [
         "(word, b.total((tile, TILE))",
         _PANELS,
     ),
-    Mutant(
-        "strips after the first left out",
-        _ROWS,
-        "b.loop(begin, end, _STRIP * TILE)",
-        "b.loop(begin, b.add(begin, I64(1)), _STRIP * TILE)",
-        _PANELS,
-    ),
     Mutant("blocks after the first left out", _ROWS, "begin = b.mul(block, own", "begin = b.mul(I64(0), own", _PANELS),
     Mutant("the first words of a table", _ROWS, "(first, 4), (word, 4)))", "(word, 4)))", _MANY_TABLE),
     Mutant(
