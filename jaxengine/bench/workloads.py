@@ -50,15 +50,16 @@ def recorded(name: str) -> Workload:
     unknown name.
     """
     every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
-    if name not in every:
-        raise ValueError(f"workload is {name!r}; allowed: {', '.join(every)}")
+    if name not in NAMES:
+        raise ValueError(f"workload is {name!r}; allowed: {', '.join(NAMES)}")
     found = every[name]
-    prompts = tuple(map(tuple, found["prompts"]))
+    prefix = found.get("prefix", [])
+    prompts = tuple((*prefix, *prompt) for prompt in found["prompts"])
     return Workload(
         name=name,
         prompts=prompts,
         max_tokens=(found["max_tokens"],) * len(prompts),
-        shared_prefix=found.get("shared_prefix", 0),
+        shared_prefix=len(prefix),
         stop_token_ids=tuple(found.get("stop_token_ids", ())),
         reference=tuple(map(tuple, found["reference"])),
     )

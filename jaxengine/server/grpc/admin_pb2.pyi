@@ -8,14 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
     PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
     PAUSE_MODE_ABORT: _ClassVar[PauseMode]
     PAUSE_MODE_WAIT: _ClassVar[PauseMode]
     PAUSE_MODE_KEEP: _ClassVar[PauseMode]
 
 class KvMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
     KV_MODE_UNSPECIFIED: _ClassVar[KvMode]
     KV_MODE_RECOMPUTE: _ClassVar[KvMode]
     KV_MODE_DROP: _ClassVar[KvMode]
@@ -30,19 +28,9 @@ KV_MODE_DROP: KvMode
 KV_MODE_KEEP: KvMode
 
 class GetServerInfoRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("engine_version", "api_version", "parallelism", "max_model_len", "kv_block_size", "total_kv_blocks", "max_running_requests", "max_batched_tokens")
-    ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    API_VERSION_FIELD_NUMBER: _ClassVar[int]
-    PARALLELISM_FIELD_NUMBER: _ClassVar[int]
-    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
-    KV_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     engine_version: str
     api_version: str
     parallelism: ParallelismInfo
@@ -54,28 +42,15 @@ class ServerInfo(_message.Message):
     def __init__(self, engine_version: _Optional[str] = ..., api_version: _Optional[str] = ..., parallelism: _Optional[_Union[ParallelismInfo, _Mapping]] = ..., max_model_len: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., total_kv_blocks: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class ParallelismInfo(_message.Message):
-    __slots__ = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
-    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
     def __init__(self, tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "served_model_name", "served_model_aliases", "vocab_size", "eos_token_ids", "supports_text_input", "supports_token_ids_input")
-    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
-    SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
-    SERVED_MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
-    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
-    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_TEXT_INPUT_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_TOKEN_IDS_INPUT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     served_model_name: str
     served_model_aliases: _containers.RepeatedScalarFieldContainer[str]
@@ -86,15 +61,9 @@ class ModelInfo(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., served_model_name: _Optional[str] = ..., served_model_aliases: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., supports_text_input: _Optional[bool] = ..., supports_token_ids_input: _Optional[bool] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "kv_cache_usage", "num_open_calls")
-    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
-    KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
-    NUM_OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float
@@ -102,83 +71,56 @@ class Load(_message.Message):
     def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., num_open_calls: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_ids",)
-    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class LoadLoraAdapterRequest(_message.Message):
-    __slots__ = ("lora_name", "lora_path")
-    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
-    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
     lora_name: str
     lora_path: str
     def __init__(self, lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ...) -> None: ...
 
 class LoadLoraAdapterResponse(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class UnloadLoraAdapterRequest(_message.Message):
-    __slots__ = ("lora_name",)
-    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     lora_name: str
     def __init__(self, lora_name: _Optional[str] = ...) -> None: ...
 
 class UnloadLoraAdapterResponse(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class FlushCacheRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class FlushCacheResponse(_message.Message):
-    __slots__ = ("success",)
-    SUCCESS_FIELD_NUMBER: _ClassVar[int]
     success: bool
     def __init__(self, success: _Optional[bool] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
-    __slots__ = ("mode", "clear_cache")
-    MODE_FIELD_NUMBER: _ClassVar[int]
-    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
     mode: PauseMode
     clear_cache: bool
     def __init__(self, mode: _Optional[_Union[PauseMode, str]] = ..., clear_cache: _Optional[bool] = ...) -> None: ...
 
 class PauseResponse(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class ResumeResponse(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class IsPausedRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class IsPausedResponse(_message.Message):
-    __slots__ = ("is_paused",)
-    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     is_paused: bool
     def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
 
 class SleepRequest(_message.Message):
-    __slots__ = ("level", "mode", "tags", "keep_kv")
-    LEVEL_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
-    TAGS_FIELD_NUMBER: _ClassVar[int]
-    KEEP_KV_FIELD_NUMBER: _ClassVar[int]
     level: int
     mode: PauseMode
     tags: _containers.RepeatedScalarFieldContainer[str]
@@ -186,40 +128,24 @@ class SleepRequest(_message.Message):
     def __init__(self, level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., tags: _Optional[_Iterable[str]] = ..., keep_kv: _Optional[bool] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class WakeUpRequest(_message.Message):
-    __slots__ = ("tags",)
-    TAGS_FIELD_NUMBER: _ClassVar[int]
     tags: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WakeUpResponse(_message.Message):
-    __slots__ = ("asleep",)
-    ASLEEP_FIELD_NUMBER: _ClassVar[int]
     asleep: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, asleep: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class IsSleepingRequest(_message.Message):
-    __slots__ = ()
     def __init__(self) -> None: ...
 
 class IsSleepingResponse(_message.Message):
-    __slots__ = ("is_sleeping",)
-    IS_SLEEPING_FIELD_NUMBER: _ClassVar[int]
     is_sleeping: bool
     def __init__(self, is_sleeping: _Optional[bool] = ...) -> None: ...
 
 class UpdateOptions(_message.Message):
-    __slots__ = ("weight_version", "weight_version_number", "mode", "kv", "strict", "chunk_bytes", "draft")
-    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_VERSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
-    KV_FIELD_NUMBER: _ClassVar[int]
-    STRICT_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     weight_version_number: int
     mode: PauseMode
@@ -230,47 +156,27 @@ class UpdateOptions(_message.Message):
     def __init__(self, weight_version: _Optional[str] = ..., weight_version_number: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., kv: _Optional[_Union[KvMode, str]] = ..., strict: _Optional[bool] = ..., chunk_bytes: _Optional[int] = ..., draft: _Optional[bool] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("path", "options")
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     path: str
     options: UpdateOptions
     def __init__(self, path: _Optional[str] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ...) -> None: ...
 
 class UpdateWeightsPart(_message.Message):
-    __slots__ = ("start", "data")
-    START_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
     start: UpdateWeightsStart
     data: bytes
     def __init__(self, start: _Optional[_Union[UpdateWeightsStart, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class UpdateWeightsStart(_message.Message):
-    __slots__ = ("options", "tensors")
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
     options: UpdateOptions
     tensors: _containers.RepeatedCompositeFieldContainer[TensorInfo]
     def __init__(self, options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ...) -> None: ...
 
 class TensorInfo(_message.Message):
-    __slots__ = ("name", "dtype", "shape")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
-    __slots__ = ("weight_version", "weight_version_number", "leaves", "num_bytes", "load_seconds", "switch_seconds")
-    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_VERSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    LEAVES_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    SWITCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     weight_version_number: int
     leaves: int
@@ -280,23 +186,14 @@ class UpdateWeightsResponse(_message.Message):
     def __init__(self, weight_version: _Optional[str] = ..., weight_version_number: _Optional[int] = ..., leaves: _Optional[int] = ..., num_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., switch_seconds: _Optional[float] = ...) -> None: ...
 
 class GetWeightInfoRequest(_message.Message):
-    __slots__ = ("checksum",)
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     checksum: bool
     def __init__(self, checksum: _Optional[bool] = ...) -> None: ...
 
 class WeightInfo(_message.Message):
-    __slots__ = ("weight_version", "weight_version_number", "checksums")
     class ChecksumsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_VERSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     weight_version_number: int
     checksums: _containers.ScalarMap[str, str]

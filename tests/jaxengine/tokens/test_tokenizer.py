@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxengine.bench.workloads import recorded
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.gguf.file import GGUFFile
@@ -96,9 +97,8 @@ def test_the_chat_workload(smollm):
 
 
 def test_the_prompts_of_the_workloads_are_reproduced_from_their_text(smollm):
-    workloads = json.loads(WORKLOADS.read_text())
     for name in ("W1", "W2", "W3"):
-        prompts = workloads[name]["prompts"]
+        prompts = recorded(name).prompts
         # Prompts are cut out of longer texts, so their first and last tokens need not be the best ones.
         same = [smollm.encode(smollm.decode(ids))[4:-4] == list(ids[4:-4]) for ids in prompts if len(ids) > 16]
         assert np.mean(same) > 0.8, name
