@@ -68,6 +68,7 @@ _SCRATCH = "keys", "values", "weights", "sums", "largest", "total", "decay"
 _LOG2_E, _LN_2 = 1.44269504088896341, (0.693359375, -2.12194440e-4)
 _EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 _COPY = ir.FunctionType(NOTHING, [PTR, I64, PTR]).as_pointer()  # of keys or values
+_LINE_BYTES = 64  # of a cache
 _SMALLEST = -87.0  # exponents below give 0
 
 
@@ -91,6 +92,7 @@ class AttentionCode(Handlers):
         self._nearest = self.declare("llvm.nearbyint.v16f32", FLOATS, [FLOATS])
         self._highest = self.declare("llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
         self._add_up = self.declare("llvm.vector.reduce.fadd.v16f32", F32, [F32, FLOATS])
+        self._prefetch = self.declare("llvm.prefetch.p0", NOTHING, [PTR, I32, I32, I32])
         self._exp = self._make_exp()
         self._cap = self._make_cap()
         self._weigh = self._make_weigh()
@@ -273,6 +275,11 @@ class AttentionCode(Handlers):
         return found
 
     @property
+    def prefetch(self) -> Any:
+        """LLVM's function of prefetches."""
+        return self._prefetch
+
+    @property
     def cap(self) -> Any:
         """LLVM function of `_make_cap`."""
         return self._cap
@@ -335,11 +342,14 @@ class _Item:
         has_cap = b.fcmp_ordered(">", cap, F32(0.0))
         rest = b.select(has_cap, F32(1.0), scale)  # what capped logits are still multiplied by
         first = b.total((b.sdiv(low, I64(BLOCK)), BLOCK))
+        start = b.total((b.sdiv(low, I64(LANES)), LANES))
+        with b.loop(start, least(b, high, b.add(first, I64(BLOCK))), LANES) as (key, _):
+            self._fetch(key)
         with b.loop(first, high, BLOCK) as (base, _):
             begin, end = b.sub(low, base), b.sub(high, base)
             begin = b.select(b.icmp_signed("<", begin, I64(0)), I64(0), begin)
             end = least(b, end, I64(BLOCK))
-            self._copy(base, begin, end, copies)
+            self._copy(base, begin, end, high, copies)
             self._by_rows(
                 dots,
                 lambda rows, row: [
@@ -416,25 +426,43 @@ class _Item:
         start, end = (b.sext(b.read(own["ranges"], place, I32), I64) for place in places)
         return start, end
 
-    def _copy(self, base: Any, begin: Any, end: Any, copies: Sequence[Any]) -> None:
-        """Emit copies of the chunks of a block that contain keys [begin, end), counted from its first key `base`."""
+    def _copy(self, base: Any, begin: Any, end: Any, high: Any, copies: Sequence[Any]) -> None:
+        """Emit copies of the chunks of a block that contain keys [begin, end), counted from its first key `base`, and
+        prefetches of the chunks a block later, as far as they lie below key `high`.
+        """
         b, own, scratch = self._b, self._own, self._scratch
         first = b.total((b.sdiv(begin, I64(LANES)), LANES))
         with b.loop(first, end, LANES) as (key, _):
             position = b.add(base, key)
-            column = least(b, b.sdiv(position, own["page_size"]), b.sub(own["columns"], I64(1)))
-            page = b.sext(b.read(own["page_table"], b.total((self._seq, own["columns"], 4), (column, 4)), I32), I64)
-            page = least(b, page, b.sub(own["num_pages"], I64(1)))
-            page = b.select(b.icmp_signed("<", page, I64(0)), I64(0), page)
-            within = b.srem(position, own["page_size"])
-            tile = b.total((page, own["kv_heads"]), (self._head,))
-            token_bytes = b.add(own["key_bytes"], own["value_bytes"])
-            tile = b.at(own["pool"], b.total((tile, own["page_size"], token_bytes)))
-            source = b.at(tile, b.mul(within, own["key_bytes"]))
-            b.call(copies[0], [source, own["width"], b.at(scratch["keys"], b.total((key, 4)))])
-            source = b.at(tile, b.total((own["page_size"], own["key_bytes"]), (within, own["value_bytes"])))
+            later = b.add(position, I64(BLOCK))
+            self._fetch(b.select(b.icmp_signed("<", later, high), later, position))
+            keys, values = self._chunk(position)
+            b.call(copies[0], [keys, own["width"], b.at(scratch["keys"], b.total((key, 4)))])
             target = b.at(scratch["values"], b.total((key, own["value_width"], 4)))
-            b.call(copies[1], [source, own["value_width"], target])
+            b.call(copies[1], [values, own["value_width"], target])
+
+    def _chunk(self, position: Any) -> tuple[Any, Any]:
+        """Emit and return pointers to the keys and to the values of the chunk that begins at a position, i64."""
+        b, own = self._b, self._own
+        column = least(b, b.sdiv(position, own["page_size"]), b.sub(own["columns"], I64(1)))
+        page = b.sext(b.read(own["page_table"], b.total((self._seq, own["columns"], 4), (column, 4)), I32), I64)
+        page = least(b, page, b.sub(own["num_pages"], I64(1)))
+        page = b.select(b.icmp_signed("<", page, I64(0)), I64(0), page)
+        within = b.srem(position, own["page_size"])
+        tile = b.total((page, own["kv_heads"]), (self._head,))
+        token_bytes = b.add(own["key_bytes"], own["value_bytes"])
+        tile = b.at(own["pool"], b.total((tile, own["page_size"], token_bytes)))
+        keys = b.at(tile, b.mul(within, own["key_bytes"]))
+        return keys, b.at(tile, b.total((own["page_size"], own["key_bytes"]), (within, own["value_bytes"])))
+
+    def _fetch(self, position: Any) -> None:
+        """Emit prefetches, into the second cache, of the chunk that begins at a position, i64. The processor itself
+        prefetches within a page, but a sequence's pages lie anywhere.
+        """
+        b, own = self._b, self._own
+        for pointer, size in zip(self._chunk(position), ("key_bytes", "value_bytes"), strict=True):
+            with b.loop(I64(0), b.mul(own[size], I64(LANES)), _LINE_BYTES) as (line, _):
+                b.call(self._code.prefetch, [b.at(pointer, line), I32(0), I32(2), I32(1)])
 
     def _finish(self) -> None:
         """Emit writes of the item's results."""

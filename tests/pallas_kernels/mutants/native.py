@@ -31,7 +31,7 @@ MUTANTS = [
     Mutant("even columns of bfloat16 not moved", _SUMS, "b.shl(both", "b.lshr(both", _BF16),
     Mutant("columns of bfloat16 as those of bytes", _SUMS, "2 * (column // 32) + column % 2", "column % 4", _BF16),
     Mutant("columns of bytes as they are", _SUMS, "(column % 4, column // 4)", "(column // 16, column % 16)", _ONE),
-    Mutant("first row of x for all", _SUMS, '(own["inputs"], 4 * each)', '(own["inputs"], 0)', _PAIRS),
+    Mutant("first row of x for all", _SUMS, '(own["inputs"], x_bytes * each)', '(own["inputs"], 0)', _PAIRS),
     Mutant("results of rows in one", _SUMS, "b.total((row,), (each,)), panel", "row, panel", _PAIRS),
     Mutant("a single last row is left out", _SUMS, "ROWS = (4, 2, 1)", "ROWS = (4, 2)", _PAIRS),
     Mutant("two last rows are left out", _SUMS, "ROWS = (4, 2, 1)", "ROWS = (4,)", _INT8),
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant("panels across groups", _CODE, "b.select(fits, size", "b.select(b.or_(fits, fits.type(1)), size", _ONE),
     Mutant("later blocks are left out", "native/handlers", 'b.load(counter(b, job, "blocks"))', "I64(1)", _BLOCKS),
     Mutant("groups that vectors do not divide", _PRODUCT, "% _SUM_LANES", "% 1", _SHORT),
-    Mutant("half a tile", _PRODUCT, "outputs % _TILE", "outputs % 32", _NARROW),
+    Mutant("half a tile", _PRODUCT, "] or outputs % _TILE", "] or outputs % 32", _NARROW),
     Mutant(
         "tokens in another's place", _SUMS, "(tile, 4), (4 * token,)", "(tile, 4), (4 * (count - 1 - token),)", _TABLE
     ),

@@ -36,7 +36,7 @@ MUTANTS = [
         "first key of a block for all chunks", _CODE, "(4 * LANES * (first + chunk),)), FLOATS)", "(0,)), FLOATS)", _ANY
     ),
     Mutant("products of the first row for all", _CODE, "logits, 4 * (row * BLOCK", "logits, 4 * (0 * BLOCK", _ANY),
-    Mutant("keys that are not transposed", _COPIES, "lane // 2 + LANES * (lane % 2)", "lane", _ANY),
+    Mutant("keys that are not transposed", "native/transpose", "lane // 2 + LANES * (lane % 2)", "lane", _ANY),
     Mutant("odd elements as even ones", _COPIES, "b.and_(words, each_lane(-65536)) if index else ", "", _BF16),
     Mutant(
         "bfloat16 in the low half",
