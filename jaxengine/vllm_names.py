@@ -141,7 +141,8 @@ def refuse(module: str, name: str) -> None:
     """Raise NotBuiltImportError if vLLM has, or may have, `name` in a module and this engine does not. Does nothing for
     submodules of this engine, and for names with leading double underscores, which Python itself looks up.
 
-    module: full name of the module, which must be imported.
+    module: full name of the module, which must be imported. name: one that the module does not define, which the caller
+    has checked.
     """
     full = f"{module}.{name}"
     inside = full.removeprefix(f"{_ROOT}.")

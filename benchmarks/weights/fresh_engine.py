@@ -70,8 +70,8 @@ def differences(
 
 
 def answer(folder: str) -> None:
-    """Start an engine with the checkpoint in `folder`, and write its tokens for each entry of the file ASKED to
-    FOUND.
+    """Start an engine with the checkpoint and the adapter (ADAPTER) in `folder`. For each Asked of the file ASKED
+    there, choose as many tokens as it has, greedily; write them to FOUND there, a JSON list of lists.
     """
     asked = [Asked(*each) for each in json.loads(Path(folder, ASKED).read_text())]
     adapter = LoRARequest("policy", 1, str(Path(folder, ADAPTER)))

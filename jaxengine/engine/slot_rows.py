@@ -96,8 +96,8 @@ class SlotRows:
                     yield request, row
 
     def ended(self, request: Request) -> None:
-        """Set the stop_reason of a request that ended because its own bias left no token to sample, such as an only
-        allowed token that min_tokens forbids: its logits need not be at fault.
+        """Replace the stop_reason NOT_FINITE of a request by one that says that no token was allowed, if its own bias
+        left none to sample, such as an only allowed token that min_tokens forbids. Other requests stay unchanged.
         """
         if request.stop_reason == NOT_FINITE:
             # Made only here: the vocabulary of a simulated device has 2^31 tokens.

@@ -376,7 +376,7 @@ class GrammarWorker:
         self._taken.append(GrammarFailure(key, self._sequences.pop(key).compiled, reason))
 
     def _kill(self) -> None:
-        """Kill the process, if there is one."""
+        """Kill the process, if there is one, and forget it: the next task starts another one."""
         if self._process is not None:
             self._process.kill()
         self._process = None

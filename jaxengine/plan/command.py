@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(path: str, chips: object, count: int) -> str:
-    """Return the path of a drawing: `path` if there is one set of chips (`count`), else `path` with "-" and the chips
-    inserted before the suffix.
+    """Return the path of a drawing: `path` if there is one set of chips (`count`), else `path` with "-" and the chips,
+    "x" in place of ":", inserted before the suffix.
     """
     if count == 1:
         return path

@@ -175,7 +175,7 @@ def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> Any:
 
 def _in_range(name: str, values: Any, least: int, below: int, segment_ids: Any) -> jax.Array | None:
     """Check that values int[B, T, ...] are at least `least` and below `below`. Padding, where segment_ids are negative,
-    always fits.
+    always fits; with segment_ids None there is no padding.
 
     Values that this process can read are checked at once: returns None, or raises ValueError, with the argument's name,
     for the first value that does not fit. Traced values, and those of other processes, are checked on the device:

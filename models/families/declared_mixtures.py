@@ -178,8 +178,9 @@ def _step_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with the limits of gate and up for each layer; 0 and null mean no limit. Raises ModelConfigError
-    for lists of another length or with other values.
+    """Return the form with `limits`, for each layer the bounds of experts (swiglu_limits) and of the shared MLP
+    (swiglu_limits_shared); 0, null and an absent list mean none. Entries of next-token layers at the end are left out.
+    Raises ModelConfigError for lists of other lengths or with other values.
     """
     count, limits = fields.integer("num_hidden_layers"), []
     for name in ("swiglu_limits", "swiglu_limits_shared"):

@@ -146,8 +146,9 @@ def read_fun_asr_nano(fields: ConfigFields, hidden_size: int) -> FunAsrTowerConf
 
 
 def _read_layers(fields: ConfigFields) -> LayerSizes:
-    """Return the sizes in a nested configuration. A head has `head_dim` elements, whatever `num_attention_heads` says.
-    Raises ModelConfigError for wrong fields, and for heads that do not divide the size.
+    """Return the sizes in a nested configuration. A head has `head_dim` elements, whatever `num_attention_heads` says;
+    without the field, size // num_attention_heads. Raises ModelConfigError for wrong fields, heads that do not divide
+    the size, and more than MAX_HEAD_DIM elements.
     """
     size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", max(1, size // heads))

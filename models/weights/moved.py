@@ -32,8 +32,10 @@ def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
 
 
 def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
-    """Yield slices of the first axis of an array of this shape, with at most `chunk_bytes` each, or one row; one `...`
-    for the whole array if that is None. number_bytes: bytes of an element.
+    """Yield slices of the first axis of an array of this shape, with at most `chunk_bytes` each, or one row if that is
+    larger; one `...` for the whole array if chunk_bytes is None or the array has no axes.
+
+    number_bytes: bytes of an element.
     """
     if chunk_bytes is None or not shape:
         yield ...

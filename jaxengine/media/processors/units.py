@@ -334,9 +334,11 @@ class UnitProcessor:
         return self.pixels.normalized(units)
 
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
-        """Return the Processed item of units all of whose embeddings are in the prompt, in the tower's order.
+        """Return the Processed item of these patches, unchanged and without columns. All embeddings are in the prompt,
+        in the order in which the tower returns them.
 
-        patches: f32 [number of patches, features]. rows, columns: units of the item.
+        patches: f32 [number of patches, features]. rows, columns: units of the item, from which its grid in patches
+        follows.
         """
         count = len(patches) // self.tower.merge
         side = self.side // self.patch

@@ -153,8 +153,9 @@ def arguments_of(elements: list[Element], schema: Schema | None) -> str:
 
 
 def _value(element: Element, document: SchemaDocument, places: list[Place]) -> str:
-    """Return the value of an element as JSON: of its text if it has no children, else an array of its children where
-    the schemas allow one, else an object. White space alone is [] or {} where the schemas allow these and no string.
+    """Return the value of an element as JSON: of its text if it has no children, else an array of its children (text
+    between them is dropped) where a schema names arrays, by its types or by `items` alone, else an object. White space
+    alone is [] where schemas name arrays, else {} where they name objects, if none names strings.
 
     places: its schemas in `document`, all of which may apply.
     """

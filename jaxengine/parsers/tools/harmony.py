@@ -41,7 +41,8 @@ def forced_grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 def forced_rules(calls: CallGrammar) -> Iterator[str]:
-    """Yield Lark rules of outputs of one rule `call`, with the top rule `start`; reasoning may precede the call.
+    """Yield the Lark rules of outputs with one `call`, a rule that the caller must add. The top rule is `start`;
+    reasoning may precede the call.
 
     Raises ValueError for a vocabulary without harmony's tokens.
     """

@@ -161,11 +161,11 @@ def _fold(
     added: _Added,
 ) -> _Softmax:
     """Add keys k [L, K, H] and values v [L, K, Hv] to the running softmax of queries q [Q, N, H] and return the new
-    one. softmax: None if no keys were added before; each query must then see at least one of these.
+    one. softmax: None if no keys were added before. A query that has seen no key has the total 0. Nothing is causal.
 
     first_query, first_key: index in the prompt of the first query and of the first key, int or i32 []. length: i32 [],
-    tokens of the prompt; keys from there on are left out, as are keys outside of the window of `spec`. added: terms of
-    the logits.
+    tokens of the prompt; keys from there on are left out, as are keys `spec.window` or more positions away from the
+    query, before or after it. added: terms of the logits.
     """
     queries = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
     logits = jnp.einsum("qkgh,skh->kqgs", queries, k, preferred_element_type=jnp.float32)

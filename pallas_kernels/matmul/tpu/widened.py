@@ -122,9 +122,10 @@ def _add_sums(total, x, x_scales, codes, scales, group, first, length):
 
 def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length):
     """Add the product of x and codes over inputs [first, first + length) to `total`, in place, with the codes of each
-    `group` inputs scaled, in units of the first scale of their piece.
+    `group` inputs scaled. Within a piece codes are in units of its first scale, by which the piece's sum is multiplied.
 
-    chunk: number of inputs that share a scale of the rows, by which the product is multiplied; x_scales may be None.
+    chunk: number of inputs that share a scale of the rows, by which the product is multiplied; the inputs must lie
+    within one chunk. x_scales may be None.
     References: see `add_product`.
     """
     rows, wide = x[:, pl.ds(first, length)], _widened(codes, first, length, x.dtype)
