@@ -363,7 +363,7 @@ class MixtureOfExperts(nnx.Module):
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the sigmoid of the shared MLP's gate, f32[T, 1], for x [T, D]. adapters: of x's rows; None for none."""
+        """Return the sigmoid of the shared MLP's gate, f32[T, 1], for x [T, D]. adapters: of x's rows, or None."""
         assert self.shared_gate is not None
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
