@@ -14,7 +14,6 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxengine.models.quantization.schemes.mxfp4 import DOUBLED
 from jaxengine.models.weights.gguf import grid_blocks
 from jaxengine.models.weights.gguf.parts import Parts, fields, half, nibbles, one_group, words
 
@@ -141,11 +140,15 @@ def _q6_k(blocks: np.ndarray) -> Parts:
     return Parts(codes.reshape(-1, 16, 16), scales[:, :, None])
 
 
+# mxfp4.DOUBLED, but of a module without jax: API processes, which have none, read files' headers.
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
 def _mxfp4(blocks: np.ndarray) -> Parts:
     """Return the Parts of MXFP4 blocks: an exponent and 32 nibbles, whose doubled e2m1 values are the codes."""
     # The first byte is the block's exponent, for values that are not doubled.
     scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return one_group(DOUBLED[nibbles(blocks[:, 1:])], scale)
+    return one_group(_FP4[nibbles(blocks[:, 1:])], scale)
 
 
 # Values of four-bit codes that lie closer together near zero.
@@ -187,7 +190,7 @@ def _nvfp4(blocks: np.ndarray) -> Parts:
     """
     # Four scales, then four groups of eight bytes.
     codes = fields(blocks[:, 4:].reshape(-1, 4, 8), 4).swapaxes(2, 3).reshape(-1, 4, 16)
-    return Parts(DOUBLED[codes], _NVFP4_SCALES[blocks[:, :4]][:, :, None])
+    return Parts(_FP4[codes], _NVFP4_SCALES[blocks[:, :4]][:, :, None])
 
 
 def _ternary(codes: np.ndarray, scale: np.ndarray) -> Parts:
