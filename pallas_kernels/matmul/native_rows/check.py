@@ -35,7 +35,15 @@ def _check(handler: str, kind: Kind, address: int) -> None:
     if kind.per_word == 2:
         x, matrix = ((own.view(np.uint32) >> 16).astype(np.uint16) for own in (x, np.ascontiguousarray(matrix)))
     arrays = {"x": x, "matrix": np.ascontiguousarray(matrix), "y": y}
-    numbers = {"blocks": 2, "width": 2 * TILE, "rows": rows, "inputs": inputs, "outputs": outputs}
+    numbers = {
+        "blocks": 4,
+        "columns": 2,
+        "width": 2 * TILE,
+        "height": 7,
+        "rows": rows,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
     numbers["panel"] = inputs // 5 // kind.per_word
     numbers |= {name: own.ctypes.data for name, own in arrays.items()}
     job = (ctypes.c_int64 * len(JOB.fields))(*(numbers.get(name, 0) for name in JOB.fields))

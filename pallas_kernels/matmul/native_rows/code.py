@@ -1,10 +1,11 @@
 """LLVM IR of products of many rows with a dense matrix, and of the XLA FFI handlers that run them.
 
-A handler cuts the outputs into blocks, which the threads of XLA's pool, and the calling thread, take one after another.
-Of a block it packs a panel at a time, some inputs (`longest_panel`) of a few tiles of outputs, in words of 32 bits: an
-input of float32, or two neighbouring ones of bfloat16, the operand of AVX-512's `vdpbf16ps`. All rows are then
-multiplied by each packed tile, a few at once, whose sums stay in registers from one end of the panel to the other (Goto
-& van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). Meanwhile the next panel is prefetched.
+A handler cuts the outputs into blocks, and many rows too if there are few outputs, which the threads of XLA's pool, and
+the calling thread, take one after another. Of a block it packs a panel at a time, some inputs (`longest_panel`) of a
+few tiles of outputs, in words of 32 bits: an input of float32, or two neighbouring ones of bfloat16, the operand of
+AVX-512's `vdpbf16ps`. All rows are then multiplied by each packed tile, a few at once, whose sums stay in registers
+from one end of the panel to the other (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication").
+Meanwhile the next panel is prefetched.
 
 The order of additions to an element follows from the matrix's shape alone: a row has the same bits whatever other rows
 are multiplied with it, and for any number of threads. For a matrix [in, out] they are those of matmul.native, too.
@@ -42,6 +43,8 @@ VECTORS = 4  # of outputs in a tile
 TILE = VECTORS * LANES  # the outputs are a multiple of this
 ROWS = (6, 4, 2, 1)  # numbers of rows that are multiplied at once
 _STRIP = 4  # tiles whose panels are packed together
+_FEW_TILES = 8  # of a thread, below which rows are cut into blocks
+_HEIGHT = 48  # rows of such a block, at least
 _LINES = 8  # inputs of a matrix that are read side by side from left to right
 _VECTOR_BYTES = 4 * LANES
 
@@ -75,7 +78,8 @@ HANDLERS = {
     "many_bfloat16": Kind(2, is_table=False),
     "many_bfloat16_table": Kind(2, is_table=True),
 }
-JOB = Job(("x", "matrix", "y"), ("width", "rows", "inputs", "outputs", "panel"))
+# Blocks are numbered along the outputs, `columns` of them, `width` outputs each; then along the rows, `height` each.
+JOB = Job(("x", "matrix", "y"), ("width", "columns", "height", "rows", "inputs", "outputs", "panel"))
 
 
 class RowProducts(Handlers):
@@ -181,15 +185,17 @@ class RowProducts(Handlers):
         return function
 
     def _make_block(self, name: str, kind: Kind, pack: Any, products: Mapping[int, Any]) -> Any:
-        """Build NAME_block(job, block), which multiplies all rows by a block of outputs, and return the LLVM function.
+        """Build NAME_block(job, block), which multiplies a block's rows by its outputs, and return the LLVM function.
         pack: of `_make_pack` or `_make_pack_table`. products: of `_make_products`, by number of rows.
         """
         function, b = self.begin(f"{name}_block", NOTHING, [PTR, I64])
         job, block = function.args
         own = {field: JOB.get(b, job, field) for field in JOB.fields if field not in COUNTERS}
         panels = b.sdiv(own["inputs"], b.mul(own["panel"], I64(kind.per_word)))
-        begin = b.mul(block, own["width"])
+        begin = b.mul(b.srem(block, own["columns"]), own["width"])
         end = least(b, b.add(begin, own["width"]), own["outputs"])
+        first_row = b.mul(b.sdiv(block, own["columns"]), own["height"])
+        rows = first_row, least(b, b.add(first_row, own["height"]), own["rows"])
         packed: Any = b.alloca(I8, I64(_STRIP * kind.tile_bytes))
         packed.align = _VECTOR_BYTES
         with b.loop(begin, end, _STRIP * TILE) as (strip, _):
@@ -203,7 +209,7 @@ class RowProducts(Handlers):
                 with b.loop(I64(0), tiles, 1) as (tile, _):
                     ahead = _ahead(b, kind, own, following, b.total((next_strip,), (tile, TILE)))
                     tile_of = b.at(packed, b.mul(tile, I64(kind.tile_bytes)))
-                    _by_rows(b, kind, own, products, (word, b.total((strip,), (tile, TILE)), tile_of), ahead)
+                    _by_rows(b, kind, own, products, rows, (word, b.total((strip,), (tile, TILE)), tile_of), ahead)
         b.ret_void()
         return function
 
@@ -222,12 +228,19 @@ class RowProducts(Handlers):
         return found | {"outputs": outputs, "panel": panel, "is_small": ir.IntType(1)(0)}
 
     def cut(self, b: Builder, values: Mapping[str, Any], threads: Any) -> dict[str, Any]:
-        """Emit the computation of a block's outputs, "width", and of the number of blocks, and return both. values:
-        fields of the job by name. threads: their number, i64.
+        """Emit the computation of a block's outputs and rows, and of the number of blocks, and return them as fields of
+        the job. values: others by name. threads: their number, i64.
+
+        Rows are cut where a thread would have fewer than _FEW_TILES tiles, as these cannot be shared out evenly.
         """
-        tiles = b.sdiv(values["outputs"], I64(TILE))
-        each = ceiling(b, tiles, threads)
-        return {"width": b.mul(each, I64(TILE)), "blocks": ceiling(b, tiles, each)}
+        tiles, one = b.sdiv(values["outputs"], I64(TILE)), I64(1)
+        parts = least(b, threads, b.sdiv(values["rows"], I64(_HEIGHT)))
+        is_few = b.icmp_signed("<", tiles, b.mul(threads, I64(_FEW_TILES)))
+        parts = b.select(b.and_(is_few, b.icmp_signed(">", parts, one)), parts, one)
+        each = ceiling(b, tiles, ceiling(b, threads, parts))
+        columns, height = ceiling(b, tiles, each), ceiling(b, values["rows"], parts)
+        blocks = b.mul(columns, ceiling(b, values["rows"], height))
+        return {"width": b.mul(each, I64(TILE)), "columns": columns, "height": height, "blocks": blocks}
 
 
 def _ahead(b: Builder, kind: Kind, own: Mapping[str, Any], word: Any, column: Any) -> tuple[Any, Any, Any]:
@@ -250,23 +263,26 @@ def _by_rows(
     kind: Kind,
     own: Mapping[str, Any],
     products: Mapping[int, Any],
+    block: tuple[Any, Any],
     panel: tuple[Any, Any, Any],
     ahead: tuple[Any, Any, Any],
 ) -> None:
-    """Emit calls of `products`, by number of rows, that multiply all rows by a packed tile.
+    """Emit calls of `products`, by number of rows, that multiply a block's rows by a packed tile.
 
-    own: the job's fields by name. panel: the first word, the first output, and a pointer to the packed words. ahead: of
-    `_ahead`; the calls for the first two groups of rows prefetch it, the others nothing new.
+    own: the job's fields by name. block: its first row and the one after its last. panel: the first word, the first
+    output, and a pointer to the packed words. ahead: of `_ahead`; the calls for the first two groups of rows prefetch
+    it, the others nothing new.
     """
     word, column, packed = panel
     row_bytes = b.mul(own["inputs"], I64(4 // kind.per_word))
-    is_first, done = b.zext(b.icmp_signed("==", word, I64(0)), I64), I64(0)
+    is_first, (done, end) = b.zext(b.icmp_signed("==", word, I64(0)), I64), block
     for rows in ROWS:
-        stop = b.total((done,), (b.sdiv(b.sub(own["rows"], done), I64(rows)), rows))
+        stop = b.total((done,), (b.sdiv(b.sub(end, done), I64(rows)), rows))
         with b.loop(done, stop, rows) as (row, _):
             x = b.at(own["x"], b.total((row, row_bytes), (word, 4)))
             y = b.at(own["y"], b.total((row, own["outputs"], 4), (column, 4)))
-            is_start, is_next = b.icmp_signed("==", row, I64(0)), b.icmp_signed("<=", row, I64(ROWS[0]))
+            group = b.sub(row, block[0])
+            is_start, is_next = b.icmp_signed("==", group, I64(0)), b.icmp_signed("<=", group, I64(ROWS[0]))
             lines = b.select(is_start, ahead[0], b.select(is_next, ahead[1], packed))
             step = b.select(is_next, ahead[2], I64(0))
             b.call(products[rows], [x, row_bytes, packed, own["panel"], y, own["outputs"], is_first, lines, step])

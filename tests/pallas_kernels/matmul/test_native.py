@@ -50,6 +50,7 @@ CASES = [
     (14, 192, 1152, 1, "float32", False, "float32", "float32", False),
     (14, 80, 128, 1, "float32", False, "float32", "float32", False),  # no panel of 32 inputs: XLA
     (5, 96, 128, 1, "float32", False, "float32", "float32", True),  # XLA
+    (111, 64, 192, 1, "bfloat16", False, "bfloat16", "float32", False),  # rows in two blocks
 ]
 XLA = (5, 6, 12, 20, 21)  # of CASES
 
@@ -171,7 +172,7 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits(machine_code):
 
 
 def test_width_of_vectors_and_number_of_blocks_change_no_bits_of_many_rows(machine_code):
-    """Columns in any number of blocks, which have two strips or one."""
+    """Columns and rows in any number of blocks, which have two strips or one."""
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
     from jaxengine.pallas_kernels.matmul.native_rows.code import HANDLERS, JOB
@@ -187,10 +188,16 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits_of_many_rows(machi
         if kind.per_word == 2:
             arrays = {name: (own.view(np.uint32) >> 16).astype(np.uint16) for name, own in arrays.items()}
         found = []
-        for engine, width in [(engines[0], 640), (engines[1], 640), (engines[1], 64), (engines[1], 192)]:
+        for engine, width, height in [
+            (engines[0], 640, 15),
+            (engines[1], 640, 15),
+            (engines[1], 64, 6),
+            (engines[1], 192, 8),
+        ]:
             arrays["y"] = np.full((15, 640), np.nan, np.float32)
             fields = {"rows": 15, "inputs": 160, "outputs": 640, "panel": 32 // kind.per_word}
-            fields |= {"width": width, "blocks": -(-640 // width)}
+            columns = -(-640 // width)
+            fields |= {"width": width, "columns": columns, "height": height, "blocks": columns * -(-15 // height)}
             fields |= {name: own.ctypes.data for name, own in arrays.items()}
             job = (ctypes.c_int64 * len(JOB.fields))(*(fields.get(name, 0) for name in JOB.fields))
             address = engine.get_function_address(f"{handler}_blocks")

@@ -14,6 +14,7 @@ _SUMS, _CODE, _PRODUCT = (f"matmul/native/{name}" for name in ("sums", "code", "
 _ONE, _PAIRS, _INT8, _, _BLOCKS, _SHORT, _NARROW, _BF16 = ((("native", "cpu", n),) for n in range(8))
 _TABLE, _TOKENS, _VECTORS, _TABLE_BF16, _HALF, _STRIPS = ((("native", "cpu", n),) for n in range(8, 14))
 _MANY, _DOTS, _PANELS, _MANY_TABLE, _FLOAT32, _MANY_FLOAT32, _ODD = ((("native", "cpu", n),) for n in range(14, 21))
+_CUT = (("native", "cpu", 22),)
 _ROWS, _WORDS = "matmul/native_rows/code", "native/words"
 
 
@@ -117,7 +118,8 @@ MUTANTS = [
         "(word, b.total((tile, TILE))",
         _PANELS,
     ),
-    Mutant("blocks after the first left out", _ROWS, "begin = b.mul(block, own", "begin = b.mul(I64(0), own", _PANELS),
+    Mutant("blocks after the first left out", _ROWS, "b.mul(b.srem(block, own", "b.mul(b.srem(I64(0), own", _PANELS),
+    Mutant("rows after the first block left out", _ROWS, "b.mul(b.sdiv(block, own", "b.mul(b.sdiv(I64(0), own", _CUT),
     Mutant("the first words of a table", _ROWS, "(first, 4), (word, 4)))", "(word, 4)))", _MANY_TABLE),
     Mutant(
         "the first tokens of a table",
