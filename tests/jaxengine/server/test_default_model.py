@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from pathlib import Path
 
 import grpc
 import httpx
@@ -55,7 +56,8 @@ def client(served):
 
 @pytest.fixture(scope="module")
 def chat():
-    return json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())["CHAT"]
+    recorded = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())["CHAT"]
+    return recorded | json.loads((Path(__file__).parents[2] / "fixtures" / "chat_workload.json").read_text())
 
 
 def ask(chat, **changes):
