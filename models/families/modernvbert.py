@@ -16,17 +16,7 @@ from jaxengine.models.families.llava import FLATTENED
 from jaxengine.models.families.modernbert import ModernBertModel, NormedEmbedding
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.vision.idefics3 import CONNECTOR, TOWER, read_idefics3
-
-# transformers' defaults of SigLIP.
-_SIGLIP = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 16,
-}
+from jaxengine.models.vision.idefics3 import CONNECTOR, TOWER, read_modernvbert
 
 
 class _LateNorm(NormedEmbedding):
@@ -60,9 +50,7 @@ class ModernVBertModel(ModernBertModel):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        vision = {**_SIGLIP, **(fields.mapping("vision_config") or {})}
-        named = {"vision_config": vision, "scale_factor": fields.integer("pixel_shuffle_factor", 4)}
-        shared, tower = super().read_hf(text_fields(fields)), read_idefics3(ConfigFields({**fields.raw, **named}))
+        shared, tower = super().read_hf(text_fields(fields)), read_modernvbert(fields)
         return shared | {"tower": replace(tower, whole_prompt=shared["max_position_embeddings"])}
 
     def make_embedding(self, build: Build) -> NormedEmbedding:

@@ -3,6 +3,7 @@ patches side by side, one matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.vision.base import clip
 from jaxengine.models.vision.base.clip import ClipEncoder
 from jaxengine.models.vision.base.vit import VitTowerConfig, joined_neighbours, linear, read_merge, read_vit
 
@@ -42,11 +44,12 @@ class Idefics3TowerConfig(VitTowerConfig):
         return Idefics3Tower(self, hidden_size, build)
 
 
-def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and if
-    `scale_factor` (default: 2) does not divide the number of patches along a unit's side.
+def read_idefics3(fields: ConfigFields, defaults: Mapping[str, float | str] = DEFAULTS) -> Idefics3TowerConfig:
+    """Return the vision tower's configuration from a config.json, whose vision part has `defaults`. Raises
+    ModelConfigError for wrong fields, and if `scale_factor` (default: 2) does not divide the number of patches along a
+    unit's side.
     """
-    vit = read_vit(fields.part("vision_config", **DEFAULTS))
+    vit = read_vit(fields.part("vision_config", **defaults))
     factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)
     return Idefics3TowerConfig(
         num_features=vit.num_features,
@@ -56,6 +59,12 @@ def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
         vit=vit,
         scale_factor=factor,
     )
+
+
+def read_modernvbert(fields: ConfigFields) -> Idefics3TowerConfig:
+    """Return read_idefics3 of ModernVBERT's fields, whose vision part has SigLIP's defaults. Raises the same errors."""
+    factor = fields.integer("pixel_shuffle_factor", 4)
+    return read_idefics3(ConfigFields({**fields.raw, "scale_factor": factor}), clip.DEFAULTS[clip.SIGLIP])
 
 
 class Idefics3Tower(nnx.Module):

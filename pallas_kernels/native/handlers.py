@@ -8,6 +8,7 @@ from typing import Any
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 from jaxengine.pallas_kernels.native.builder import (
+    FLOATS,
     I32,
     I64,
     NOTHING,
@@ -50,6 +51,8 @@ class Handlers:
         self._pause = self.declare("llvm.x86.sse2.pause", NOTHING, [])
         self._yield = self.declare("sched_yield", I32, [])
         self._malloc, self._free = self.declare("malloc", PTR, [I64]), self.declare("free", NOTHING, [PTR])
+        self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
+        self._prefetch = self.declare("llvm.prefetch.p0", NOTHING, [PTR, I32, I32, I32])
         self._drop = self._make_drop()
 
     def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
@@ -66,6 +69,12 @@ class Handlers:
         function.attributes.add("nounwind")
         function.linkage = "internal" if inside else "external"
         return function, Builder(function.append_basic_block("entry"))
+
+    def fetch(self, b: Builder, pointer: Any, offset: Any) -> None:
+        """Emit a prefetch, into the second cache, of the bytes at `offset`, an int or i64, from a pointer, which may
+        lie after the end of the memory.
+        """
+        b.call(self._prefetch, [b.at(pointer, offset), I32(0), I32(2), I32(1)])
 
     def operands(self, b: Builder, handler: str, frame: Any) -> dict[str, Any]:
         """Emit reads, from an XLA_FFI_CallFrame, of a call's operands. Return the values of a job's fields by name, and

@@ -1,5 +1,5 @@
-"""LLVM IR that dense products of few and of many rows share: their panels, and words, two neighbouring bfloat16 inputs
-in 32 bits.
+"""LLVM IR that products of few and of many rows share: their operands, their panels, and words, two neighbouring
+bfloat16 inputs in 32 bits.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
-from jaxengine.pallas_kernels.native.builder import FLOATS, I16, I64, INTS, LANES, Builder, each_lane, indices
-from jaxengine.pallas_kernels.native.handlers import Handlers
+from jaxengine.pallas_kernels.native.builder import FLOATS, I16, I64, INTS, LANES, PTR, Builder, each_lane, indices
+from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME, Handlers
 
 
 class _BFloat16(ir.Type):
@@ -25,6 +25,19 @@ class _BFloat16(ir.Type):
 PANELS = 32, 64, 96, 128
 _HALVES = ir.VectorType(_BFloat16(), 2 * LANES)
 _SHORTS = ir.VectorType(I16, 2 * LANES)
+
+
+def read_operands(b: Builder, frame: Any, *, is_table: bool) -> tuple[dict[str, Any], Any]:
+    """Emit reads, from an XLA_FFI_CallFrame, of x [rows, inputs], a matrix [lines, outputs], [outputs, lines] if
+    is_table, and the result y. Return "x", "matrix", "y", "rows", "inputs" and "outputs" by name; and the lines.
+    """
+    buffers = b.read(frame, FRAME["arguments"], PTR)
+    x, matrix = (b.read(buffers, 8 * index, PTR) for index in (0, 1))
+    y = b.read(b.read(frame, FRAME["results"], PTR), 0, PTR)
+    found = {name: b.read(own, BUFFER["data"], PTR) for name, own in (("x", x), ("matrix", matrix), ("y", y))}
+    x_dims, dims = (b.read(own, BUFFER["dims"], PTR) for own in (x, matrix))
+    found |= {"rows": b.read(x_dims, 0, I64), "inputs": b.read(x_dims, 8, I64)}
+    return found | {"outputs": b.read(dims, 0 if is_table else 8, I64)}, b.read(dims, 8 if is_table else 0, I64)
 
 
 def longest_panel(b: Builder, inputs: Any) -> Any:

@@ -85,14 +85,12 @@ class AttentionCode(Handlers):
         """
         super().__init__("attention", triple, abi)
         self._chunks = _CHUNKS if wide else _CHUNKS // 2
-        self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
         self._max = self.declare("llvm.maxnum.v16f32", FLOATS, [FLOATS] * 2)
         self._abs = self.declare("llvm.fabs.v16f32", FLOATS, [FLOATS])
         self._copysign = self.declare("llvm.copysign.v16f32", FLOATS, [FLOATS] * 2)
         self._nearest = self.declare("llvm.nearbyint.v16f32", FLOATS, [FLOATS])
         self._highest = self.declare("llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
         self._add_up = self.declare("llvm.vector.reduce.fadd.v16f32", F32, [F32, FLOATS])
-        self._prefetch = self.declare("llvm.prefetch.p0", NOTHING, [PTR, I32, I32, I32])
         self._exp = self._make_exp()
         self._cap = self._make_cap()
         self._weigh = self._make_weigh()
@@ -273,11 +271,6 @@ class AttentionCode(Handlers):
             found[each] = b.alloca(ir.IntType(8), b.total((*factors, 4)))
             found[each].align = 64
         return found
-
-    @property
-    def prefetch(self) -> Any:
-        """LLVM's function of prefetches."""
-        return self._prefetch
 
     @property
     def cap(self) -> Any:
@@ -462,7 +455,7 @@ class _Item:
         b, own = self._b, self._own
         for pointer, size in zip(self._chunk(position), ("key_bytes", "value_bytes"), strict=True):
             with b.loop(I64(0), b.mul(own[size], I64(LANES)), _LINE_BYTES) as (line, _):
-                b.call(self._code.prefetch, [b.at(pointer, line), I32(0), I32(2), I32(1)])
+                self._code.fetch(b, pointer, line)
 
     def _finish(self) -> None:
         """Emit writes of the item's results."""

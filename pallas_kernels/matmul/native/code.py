@@ -20,7 +20,7 @@ import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 from jaxengine.pallas_kernels.matmul.native.sums import JOB, KINDS, ROWS, TILE, Sums
 from jaxengine.pallas_kernels.native.builder import F32, I32, I64, NOTHING, NULL, PTR, Builder, ceiling, least
 from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME
-from jaxengine.pallas_kernels.native.words import longest_panel
+from jaxengine.pallas_kernels.native.words import longest_panel, read_operands
 
 # Rows of a matrix whose sums are added up before they are scaled; of unscaled ones with a handler for many rows there
 # are PANELS.
@@ -79,14 +79,9 @@ class Products(Sums):
 
         handler: a key of HANDLERS.
         """
+        kind, is_table = HANDLERS[handler]
+        found, lines = read_operands(b, frame, is_table=is_table)
         num_arguments, buffers = b.read(frame, FRAME["num_arguments"], I64), b.read(frame, FRAME["arguments"], PTR)
-        x, matrix = (b.read(buffers, 8 * index, PTR) for index in (0, 1))
-        y = b.read(b.read(frame, FRAME["results"], PTR), 0, PTR)
-        found = {name: b.read(own, BUFFER["data"], PTR) for name, own in (("x", x), ("matrix", matrix), ("y", y))}
-        x_dims, dims = (b.read(own, BUFFER["dims"], PTR) for own in (x, matrix))
-        found |= {"rows": b.read(x_dims, 0, I64), "inputs": b.read(x_dims, 8, I64)}
-        is_table = HANDLERS[handler][1]
-        lines, found["outputs"] = b.read(dims, 8 * is_table, I64), b.read(dims, 8 * (not is_table), I64)
         num_scales = b.alloca(I64)
         b.store(I64(1), num_scales)
         for index, name in ((2, "scales"), (3, "zeros")):
@@ -100,12 +95,12 @@ class Products(Sums):
                 b.store(b.zext(of_two, I64), is_bf16)
                 b.store(b.read(b.read(own, BUFFER["dims"], PTR), 0, I64), num_scales)
             found |= {name: b.load(data), f"bf16_{name}": b.load(is_bf16)}
-        size = KINDS[HANDLERS[handler][0]][1]
-        found["is_small"] = b.icmp_signed("<=", b.total((lines, found["outputs"], size)), I64(_ONE_THREAD))
+        num_bytes = b.total((lines, found["outputs"], KINDS[kind][1]))
+        found["is_small"] = b.icmp_signed("<=", num_bytes, I64(_ONE_THREAD))
         group = b.sdiv(lines, b.load(num_scales))
         if is_table:
             return found | {"panel": group, "panels": b.sdiv(lines, group), "each": I64(1)}
-        if HANDLERS[handler][0] in ("float32", "dots"):
+        if kind in ("float32", "dots"):
             panel = longest_panel(b, lines)
             return found | {"panel": panel, "panels": b.sdiv(lines, panel), "each": I64(1)}
         # The longest panels that divide a group.

@@ -1,4 +1,4 @@
-"""Products of few rows by the handlers of `library`, and the operands that these support."""
+"""Products of few and of many rows by the handlers of `library`, and the operands that these support."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.native.library import has_feature, target_name
 
-# Rows up to which a handler is faster than XLA's forms, with vectors of 256 and of 512 bits.
+# Rows up to which a handler of few rows is faster than all other forms, with vectors of 256 and of 512 bits.
 _MOST_ROWS = {"pairs": (32, 128), "int8": (32, 64), "bfloat16": (4, 8), "float32": (4, 4), "dots": (0, 4)}
 _MOST_ROWS |= {"pairs_table": (8, 32), "int8_table": (8, 16), "bfloat16_table": (1, 1)}
 _LANES, _TILE, _MOST_PANEL, _SUM_LANES = 16, 64, 32, 8  # of code.py
@@ -36,12 +36,13 @@ def few_rows_product(
     if (kind := _KINDS.get(str(matrix.dtype))) is None:
         return None
     lines, outputs = matrix.shape[::-1] if is_table else matrix.shape
-    if kind == "bfloat16" and not is_table and x.dtype == matrix.dtype and has_many_rows(matrix):
+    has_many = not is_table and has_many_rows(matrix)
+    if kind == "bfloat16" and has_many and x.dtype == matrix.dtype:
         kind = "dots"
     handler = f"{kind}_table" if is_table else kind
     if not 0 < len(x) <= _MOST_ROWS.get(handler, (0, 0))[has_feature("avx512f")] or outputs % _TILE:
         return None
-    if kind == "float32" and not has_many_rows(matrix):
+    if kind == "float32" and not has_many:
         return None
     held = [own for own in (scales, zeros) if own is not None]
     if any(str(own.dtype) not in _FLOATS for own in held):

@@ -57,8 +57,6 @@ class Sums(Handlers):
         in one instruction. has_dots: see `add_words`.
         """
         super().__init__("products", triple, abi)
-        self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
-        self._prefetch = self.declare("llvm.prefetch.p0", NOTHING, [PTR, I32, I32, I32])
         self._lookup = None
         if table_lookup:
             self._lookup = self.declare("llvm.x86.avx512.permvar.sf.512", FLOATS, [FLOATS, INTS])
@@ -71,8 +69,7 @@ class Sums(Handlers):
             (kind, rows, count): self._make_lines(kind, rows, count)
             for kind in KINDS
             for rows in ROWS
-            for count in (_LINES, 1)
-            if kind != "dots" or count == _LINES  # a multiple of which are all panels of words
+            for count in ((_LINES,) if kind == "dots" else (_LINES, 1))  # which divides all panels of words
         }
 
     def _make_wide(self, lanes: int) -> Any:
@@ -101,7 +98,7 @@ class Sums(Handlers):
         lines = (I64(0), line_bytes) if kind == "dots" else (I64(0),)
         for below in lines:
             for place in places:
-                self._fetch(b, matrix, b.total((place,), (below,), (line_bytes, _LINES)))
+                self.fetch(b, matrix, b.total((place,), (below,), (line_bytes, _LINES)))
         if kind == "dots":
             words = read_words(b, (b.at(matrix, offset), b.at(matrix, b.add(offset, line_bytes))))
             return [(0, accumulator, own) for accumulator, own in enumerate(words)]
@@ -119,12 +116,6 @@ class Sums(Handlers):
             each, own = divmod(part, 8 // width)
             found.append((own, each, self._signed(b, bits[0], width * part, width)))
         return found
-
-    def _fetch(self, b: Builder, pointer: Any, offset: Any) -> None:
-        """Emit a prefetch, into the second cache, of the bytes at `offset`, i64, from a pointer, which may lie after
-        the end of the memory.
-        """
-        b.call(self._prefetch, [b.at(pointer, offset), I32(0), I32(2), I32(1)])
 
     def _signed(self, b: Builder, bits: Any, first: int, width: int) -> Any:
         """Emit the conversion of a signed number of `width` bits, from bit `first` on, in each of LANES i32, to
@@ -150,9 +141,8 @@ class Sums(Handlers):
             last = least(b, b.add(first, I64(strip)), end)
             with b.loop(I64(0), panels, 1) as (panel, _):
                 most = b.sub(panel_lines, b.srem(panel_lines, I64(_LINES)))
-                for count, start, stop in ((_LINES, I64(0), most), (1, most, panel_lines)):
-                    if (kind, rows, count) not in self._lines:
-                        continue
+                parts = (_LINES, I64(0), most), (1, most, panel_lines)
+                for count, start, stop in parts[: 1 if kind == "dots" else 2]:
                     with b.loop(start, stop, count) as (line, _):
                         b.call(self._lines[kind, rows, count], [job, row, first, last, panel, line, held])
                 with b.loop(first, last, TILE) as (column, _):
@@ -180,9 +170,8 @@ class Sums(Handlers):
         own = {name: JOB.get(b, job, name) for name in ("x", "matrix", "inputs", "outputs", "panel")}
         inputs, size = KINDS[kind]
         is_first, first_line = b.icmp_signed("==", line, I64(0)), b.total((panel, own["panel"]), (line,))
-        words, x_bytes = (
-            (2, 2) if kind == "dots" else (1, 4)
-        )  # lines that are multiplied together, and bytes of an input
+        # Lines that are multiplied together, and bytes of an input.
+        words, x_bytes = (2, 2) if kind == "dots" else (1, 4)
         start = b.total((row, own["inputs"], x_bytes), (first_line, x_bytes * inputs))
 
         def broadcast(each: int, number: int) -> Any:
@@ -297,7 +286,7 @@ class Sums(Handlers):
                 for token in range(count):
                     place = b.total((tile, stride), (stride, token), (unit, LANES * size))
                     numbers = self._unit(b, kind, own["matrix"], place)
-                    self._fetch(b, own["matrix"], b.total((place,), (stride, count)))
+                    self.fetch(b, own["matrix"], b.total((place,), (stride, count)))
                     for r in range(rows):
                         at = token * rows + r
                         if scales is None:

@@ -35,9 +35,9 @@ from jaxengine.pallas_kernels.native.builder import (
     each_lane,
     least,
 )
-from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME, Handlers
+from jaxengine.pallas_kernels.native.handlers import Handlers
 from jaxengine.pallas_kernels.native.transpose import make_transpose
-from jaxengine.pallas_kernels.native.words import PANELS, add_words, longest_panel, read_words
+from jaxengine.pallas_kernels.native.words import PANELS, add_words, longest_panel, read_operands, read_words
 
 VECTORS = 4  # of outputs in a tile
 TILE = VECTORS * LANES  # the outputs are a multiple of this
@@ -96,8 +96,6 @@ class RowProducts(Handlers):
         """
         super().__init__("row_products", triple, abi)
         self._at_once = VECTORS if wide else 1
-        self._prefetch = self.declare("llvm.prefetch.p0", NOTHING, [PTR, I32, I32, I32])
-        self._fma = self.declare("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
         self._add_words = add_words(self, self._fma, has_dots=has_dots)
         transpose = make_transpose(self)
         of_word = {kind.per_word: kind for kind in HANDLERS.values()}
@@ -129,8 +127,7 @@ class RowProducts(Handlers):
                     for vector in vectors
                 ]
                 for line in range(2 if first == 0 else 0):
-                    place = b.at(ahead, b.total((word, ahead_bytes), (_VECTOR_BYTES * line,)))
-                    b.call(self._prefetch, [place, I32(0), I32(2), I32(1)])
+                    self.fetch(b, ahead, b.total((word, ahead_bytes), (_VECTOR_BYTES * line,)))
                 for row in range(rows):
                     of_row = b.all_lanes(b.read(x, b.total((word, 4), (row_bytes, row)), I32))
                     for at, matrix in enumerate(own, row * len(vectors)):
@@ -217,15 +214,9 @@ class RowProducts(Handlers):
         """Emit reads, from an XLA_FFI_CallFrame, of the operands x and matrix and the result y. Return the values of a
         job's fields by name, and "is_small", which is false.
         """
-        buffers = b.read(frame, FRAME["arguments"], PTR)
-        x, matrix = (b.read(buffers, 8 * index, PTR) for index in (0, 1))
-        y = b.read(b.read(frame, FRAME["results"], PTR), 0, PTR)
-        found = {name: b.read(own, BUFFER["data"], PTR) for name, own in (("x", x), ("matrix", matrix), ("y", y))}
-        x_dims, dims = (b.read(own, BUFFER["dims"], PTR) for own in (x, matrix))
-        found |= {"rows": b.read(x_dims, 0, I64), "inputs": b.read(x_dims, 8, I64)}
-        outputs = b.read(dims, 0 if HANDLERS[handler].is_table else 8, I64)
-        panel = b.sdiv(longest_panel(b, found["inputs"]), I64(HANDLERS[handler].per_word))
-        return found | {"outputs": outputs, "panel": panel, "is_small": ir.IntType(1)(0)}
+        kind, (found, _) = HANDLERS[handler], read_operands(b, frame, is_table=HANDLERS[handler].is_table)
+        panel = b.sdiv(longest_panel(b, found["inputs"]), I64(kind.per_word))
+        return found | {"panel": panel, "is_small": ir.IntType(1)(0)}
 
     def cut(self, b: Builder, values: Mapping[str, Any], threads: Any) -> dict[str, Any]:
         """Emit the computation of a block's outputs and rows, and of the number of blocks, and return them as fields of

@@ -195,7 +195,7 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
 
 
 def serve(model: Path, workload: Workload, length: int, more: dict[str, Any], only: list[str]) -> dict[str, str]:
-    """What came out of a checkpoint in each mode: see `examine`. more: options of all engines."""
+    """Serve a workload in each mode; return what came out, as `examine` does. more: options of all engines."""
     config, shared = read_folder(model), {"model": str(model), **more}
     if config.keeps_states:
         shared["num_state_snapshots"] = 24

@@ -60,11 +60,11 @@ def check(case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # All handlers run here: without AVX-512's products of bfloat16 those of words widen them.
         patch.setattr(product, "has_feature", lambda name: name != "amx-bf16")
-        _check(*case)
+        _check(case)
 
 
-def _check(rows, size, out, num_scales, codes, zeros, dtype, held, table) -> None:
-    case = (rows, size, out, num_scales, codes, zeros, dtype, held, table)
+def _check(case) -> None:
+    rows, size, out, num_scales, codes, zeros, dtype, held, table = case
     rng = np.random.default_rng(rows * size)
     x = jnp.asarray(rng.standard_normal((rows, size)) + 0.3, dtype)
     if codes == dtype:
