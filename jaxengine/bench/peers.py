@@ -16,8 +16,11 @@ from jaxengine.bench.peer_process import OURS, PEERS, Peer, PeerError, PeerProce
 from jaxengine.config.command_line import output_file, positive_int
 from jaxengine.results import table, write_json
 
-# Name -> (recorded workload, whether a prefix shared by its prompts may be computed once).
-RUNS = {"W1": ("W1", True), "W2": ("W2", True), "W3": ("W3", True), "W3-no-sharing": ("W3", False)}
+# Name -> (recorded workload, whether a prefix shared by its prompts may be computed once). Of W3-prefix only that
+# prefix, 1,024 tokens, is the prompt of one request for one token: the time of a prefill.
+RUNS = {name: (name.split("-")[0], name != "W3-no-sharing") for name in ("W1", "W2", "W3", "W3-no-sharing")}
+PREFILL = "W3-prefix"
+RUNS[PREFILL] = ("W3", True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,16 +94,7 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
     name: key of RUNS. Rows are in the order of `engines`. An engine that fails or skips the workload is reported, and
     left out of further rounds; without a finished round it has no row.
     """
-    from jaxengine.bench.workloads import recorded
-
-    recorded_name, share_prefix = RUNS[name]
-    workload = recorded(recorded_name)
-    message = {
-        "prompts": workload.prompts,
-        "max_tokens": workload.max_tokens[0],
-        "prefix": workload.shared_prefix,
-        "share_prefix": share_prefix,
-    }
+    message = message_of(name)
     best: dict[int, dict[str, Any]] = {}
     left_out = set()
     for number in range(num_runs):
@@ -124,6 +118,20 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
     return [figure(name, engines[index], done) for index, done in sorted(best.items())]
 
 
+def message_of(name: str) -> dict[str, Any]:
+    """Return the workload `name`, a key of RUNS, as scripts of peers take it: "prompts", "max_tokens" of each, tokens
+    of the "prefix" that all share, and "share_prefix", whether it may be computed once.
+    """
+    from jaxengine.bench.workloads import recorded
+
+    recorded_name, share_prefix = RUNS[name]
+    workload = recorded(recorded_name)
+    prompts, max_tokens, prefix = workload.prompts, workload.max_tokens[0], workload.shared_prefix
+    if name == PREFILL:
+        prompts, max_tokens, prefix = (prompts[0][:prefix],), 1, 0
+    return {"prompts": prompts, "max_tokens": max_tokens, "prefix": prefix, "share_prefix": share_prefix}
+
+
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
     """Return the table row of one engine's run; a figure that is not known is None.
 
@@ -138,7 +146,7 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
         "engine": engine.peer.name,
         "weights": engine.variant,
         "seconds": round(seconds, 3),
-        "output_tok_s": round(tokens / seconds, 1),
+        "output_tok_s": round(tokens / seconds, 1 if tokens >= 10 * seconds else 3),
         "first_token_ms": round(first * 1e3, 1) if first is not None else None,
         "decode_tok_s": round((tokens - 1) / (seconds - first), 1) if single else None,
         "peak_rss_mib": round(done["peak_rss"] / 2**20) if done["peak_rss"] is not None else None,

@@ -11,11 +11,11 @@ from jaxengine.pallas_kernels.native.handlers import Handlers
 _VECTOR_BYTES = 4 * LANES
 
 
-def make_transpose(code: Handlers) -> Any:
-    """Build transpose(source, row_bytes, target), which reads LANES words of LANES rows that lie row_bytes apart, and
-    writes them transposed to i32 [LANES, LANES]. Return the LLVM function.
+def make_transpose(code: Handlers, name: str = "transpose", target_bytes: int = _VECTOR_BYTES) -> Any:
+    """Build NAME(source, row_bytes, target), which reads LANES words of LANES rows that lie row_bytes apart, and writes
+    them transposed, to i32 [LANES, LANES] whose rows lie target_bytes apart. Return the LLVM function.
     """
-    function, b = code.begin("transpose", NOTHING, [PTR, I64, PTR])
+    function, b = code.begin(name, NOTHING, [PTR, I64, PTR])
     source, row_bytes, target = function.args
     vectors = [b.read(source, b.mul(row_bytes, I64(row)), INTS) for row in range(LANES)]
     # Rounds of perfect shuffles of two halves: each moves one bit of a number's vector to its lane.
@@ -27,6 +27,6 @@ def make_transpose(code: Handlers) -> Any:
             for at in (0, LANES)
         ]
     for word, vector in enumerate(vectors):
-        b.write(vector, target, _VECTOR_BYTES * word)
+        b.write(vector, target, target_bytes * word)
     b.ret_void()
     return function

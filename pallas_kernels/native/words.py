@@ -23,7 +23,8 @@ class _BFloat16(ir.Type):
 # Inputs whose products are added up before they are added to the result. Rows get the same bits from all handlers
 # because these panels are the same.
 PANELS = 32, 64, 96, 128
-_HALVES = ir.VectorType(_BFloat16(), 2 * LANES)
+BFLOAT16 = _BFloat16()
+_HALVES = ir.VectorType(BFLOAT16, 2 * LANES)
 _SHORTS = ir.VectorType(I16, 2 * LANES)
 
 

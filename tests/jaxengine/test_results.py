@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxengine.bench.peers import compare
+from jaxengine.bench.peers import compare, message_of
 from jaxengine.results import percentile, record, table, write_json
 
 
@@ -66,6 +66,13 @@ def test_ratios_compare_the_best_of_each_and_w1_in_the_same_form_too():
         ("W1", "q4_1", "decode_tok_s"): 0.75,
         ("W3", "float32", "output_tok_s"): 6.0,
     }
+
+
+def test_a_prefill_is_one_request_for_one_token():
+    prefill, shared = message_of("W3-prefix"), message_of("W3")
+    assert prefill["prompts"] == (shared["prompts"][0][:1024],) and prefill["max_tokens"] == 1
+    assert prefill["prefix"] == 0 and prefill["share_prefix"]  # which no peer leaves out
+    assert shared["prefix"] == 1024 and len(shared["prompts"]) == 16 and not message_of("W3-no-sharing")["share_prefix"]
 
 
 def test_without_our_own_figure_there_is_no_ratio():

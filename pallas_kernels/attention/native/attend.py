@@ -18,12 +18,13 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, Ragge
 from jaxengine.pallas_kernels.attention.xla import attend as attend_xla
 from jaxengine.pallas_kernels.attention.xla import schedule as schedule_xla
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec
-from jaxengine.pallas_kernels.native.library import target_name
+from jaxengine.pallas_kernels.native.library import has_feature, target_name
 from jaxengine.pallas_kernels.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
-LANES, MAX_HEAD_DIM = 16, 512  # LANES: of code.py
+LANES, MAX_HEAD_DIM = 16, 512  # LANES: of code.py, as WORDS
+WORDS = "attention_words"
 _ROWS = 48  # most rows, tokens times query heads of a KV head, of an item
 _SMALL = 1 << 19  # multiplications of a step up to which one thread is as fast as several
 
@@ -134,9 +135,11 @@ def ragged_paged_attention(
     scale = jnp.full((heads // spec.group_size,), spec.sm_scale, jnp.float32)
     scale = scale if kv.k_scale is None else scale * kv.k_scale
     shapes = [jax.ShapeDtypeStruct((num_tokens, heads, width), jnp.float32) for width in (spec.v_head_dim, 2)]
-    call = jax.ffi.ffi_call(target_name(f"attention_{kv.spec.kv_dtype}"), shapes, vmap_method="sequential")
+    in_words = q.dtype == jnp.bfloat16 and kv.spec.kv_dtype == "bfloat16" and has_feature("avx512bf16")
+    handler, q_given = (WORDS, q) if in_words else (f"attention_{kv.spec.kv_dtype}", q.astype(jnp.float32))
+    call = jax.ffi.ffi_call(target_name(handler), shapes, vmap_method="sequential")
     step, factors = (batch.page_table, schedule.tiles, schedule.ranges), (scale, jnp.float32([spec.soft_cap or 0.0]))
-    o, softmax = call(q.astype(jnp.float32), kv.data, *step, *factors, sinks, schedule.sizes)
+    o, softmax = call(q_given, kv.data, *step, *factors, sinks, schedule.sizes)
     if kv.v_scale is not None:
         o = o * jnp.repeat(kv.v_scale, spec.group_size)[:, None]
     lse = softmax[..., 0] + jnp.log(softmax[..., 1])

@@ -4,7 +4,8 @@ Online softmax over blocks of BLOCK keys (Milakov & Gimelshein 2018, arXiv 1805.
 arXiv 2205.14135). A handler cuts a step into items, a few tokens of one sequence and one KV head each, which the
 threads of XLA's pool, and the calling thread, take one after another. For each block of keys an item copies the keys
 that its tokens see, transposed and as float32, and the values, as float32, into its own memory; all its rows, one for
-each token and query head, are then multiplied by them from there.
+each token and query head, are then multiplied by them from there. Queries, keys and values of bfloat16 can stay so: as
+words, two neighbouring ones in 32 bits, the operands of AVX-512's `vdpbf16ps`, with weights rounded to bfloat16.
 
 Blocks begin at multiples of BLOCK in the sequence's own positions, and the order of additions to an element follows
 from these alone: a token has the same bits whatever other tokens are in its item or in the step, and for any number of
@@ -15,37 +16,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
-from jaxengine.pallas_kernels.attention.native.copies import FORMATS, make_copy_keys, make_copy_values
+from jaxengine.pallas_kernels.attention.native.copies import (
+    FORMATS,
+    make_copy_keys,
+    make_copy_keys_words,
+    make_copy_values,
+    make_copy_values_words,
+    make_trim,
+)
+from jaxengine.pallas_kernels.attention.native.products import BLOCK, ROWS, Products
+from jaxengine.pallas_kernels.attention.native.softmax import CHUNKS, Softmax
 from jaxengine.pallas_kernels.native.builder import (
     COUNTERS,
     F32,
     FLOATS,
     I32,
     I64,
-    INTS,
     LANES,
     NOTHING,
     PTR,
     Builder,
     Job,
     each_lane,
-    indices,
     least,
 )
 from jaxengine.pallas_kernels.native.handlers import BUFFER, FRAME, Handlers
 from jaxengine.pallas_kernels.native.transpose import make_transpose
+from jaxengine.pallas_kernels.native.words import add_words
 
-BLOCK = 4 * LANES  # keys
-_CHUNKS = BLOCK // LANES  # vectors of keys in a block
-ROWS = (4, 3, 2, 1)  # numbers of rows that are multiplied at once
-HANDLERS = {f"attention_{kv_dtype}": kv_dtype for kv_dtype in FORMATS}  # with KVSpec.kv_dtype of their pools
+_OF_FORMATS = {f"attention_{kv_dtype}": kv_dtype for kv_dtype in FORMATS}
+WORDS = "attention_words"  # handler for queries and pools of bfloat16
+HANDLERS = _OF_FORMATS | {WORDS: "bfloat16"}  # with KVSpec.kv_dtype of their pools
 # Arguments of a handler, in order, with the fields of a job that are sizes of their axes.
 _ARGUMENTS = {
-    "q": ("num_tokens", "heads", "width"),  # f32 [T, N, H]
+    "q": ("num_tokens", "heads", "width"),  # [T, N, H], f32, of WORDS bfloat16
     "pool": ("num_pages", "kv_heads", ""),  # [P, K, elements and scales of a page]
     "page_table": ("", "columns"),  # i32 [S, W]
     "tiles": ("", "num_tiles"),  # i32 [3, n]: sequence, first token, tokens
@@ -64,12 +73,28 @@ JOB = Job(
 )
 # Memory of an item, in this order.
 _SCRATCH = "keys", "values", "weights", "sums", "largest", "total", "decay"
-# Cephes' expf: exponents of 2 in a number, ln 2 in two parts, coefficients from the highest power on.
-_LOG2_E, _LN_2 = 1.44269504088896341, (0.693359375, -2.12194440e-4)
-_EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 _COPY = ir.FunctionType(NOTHING, [PTR, I64, PTR]).as_pointer()  # of keys or values
 _LINE_BYTES = 64  # of a cache
-_SMALLEST = -87.0  # exponents below give 0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """LLVM functions that an item calls for a block of keys; dots and sums by number of rows.
+
+    Attributes:
+      query_bytes: bytes of an element of q.
+      copies: copy of a chunk's keys, and of its values (copies.py).
+      dots, sums: of Products.
+      weigh: of Softmax.
+      trim: of `make_trim`; None for values that are not words.
+    """
+
+    query_bytes: int
+    copies: Sequence[Any]
+    dots: Mapping[int, Any]
+    sums: Mapping[int, Any]
+    weigh: Any
+    trim: Any = None
 
 
 class AttentionCode(Handlers):
@@ -77,179 +102,60 @@ class AttentionCode(Handlers):
     which computes the items of a job with the fields of JOB until none is left.
     """
 
-    def __init__(self, triple: str, abi: Mapping[str, int], *, wide: bool):
+    def __init__(self, triple: str, abi: Mapping[str, int], *, wide: bool, has_dots: bool):
         """Build the module.
 
-        triple, abi: see Handlers. wide: whether the processor has vectors of 512 bits; with narrower ones
-        half as many chunks of keys are multiplied at once, as it has half as many registers.
+        triple, abi: see Handlers. wide: whether the processor has vectors of 512 bits; with narrower ones half as many
+        chunks of keys are multiplied at once, as it has half as many registers. has_dots: whether it has `vdpbf16ps`;
+        otherwise words are widened and multiplied as float32.
         """
         super().__init__("attention", triple, abi)
-        self._chunks = _CHUNKS if wide else _CHUNKS // 2
-        self._max = self.declare("llvm.maxnum.v16f32", FLOATS, [FLOATS] * 2)
-        self._abs = self.declare("llvm.fabs.v16f32", FLOATS, [FLOATS])
-        self._copysign = self.declare("llvm.copysign.v16f32", FLOATS, [FLOATS] * 2)
-        self._nearest = self.declare("llvm.nearbyint.v16f32", FLOATS, [FLOATS])
-        self._highest = self.declare("llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
-        self._add_up = self.declare("llvm.vector.reduce.fadd.v16f32", F32, [F32, FLOATS])
-        self._exp = self._make_exp()
-        self._cap = self._make_cap()
-        self._weigh = self._make_weigh()
-        dots = {rows: self._make_dots(rows) for rows in ROWS}
-        sums = {rows: self._make_sums(rows) for rows in ROWS}
-        item, transpose = self._make_item(dots, sums), make_transpose(self)
-        for name, kv_dtype in HANDLERS.items():
-            of_format = self._make_item_of(name, kv_dtype, item, transpose)
-            self.make_handler(name, JOB, self.make_work(f"{name}_items", of_format))
+        self._softmax = softmax = Softmax(self, self._fma, has_dots=has_dots)
+        at_once = CHUNKS if wide else CHUNKS // 2
+        floats = self._of_products(Products("floats", 1, self._add_floats, at_once))
+        item, transpose = self._make_item(4, *floats, softmax.weigh), make_transpose(self)
+        for name, kv_dtype in _OF_FORMATS.items():
+            self._handler_of(name, self._make_item_of(name, kv_dtype, item, transpose))
+        words = self._of_products(Products("words", 2, add_words(self, self._fma, has_dots=has_dots), at_once))
+        squares = make_transpose(self, "transpose_words", 4 * BLOCK)
+        copies = make_copy_keys_words(self, squares, BLOCK), make_copy_values_words(self)
+        steps = Steps(2, copies, *words, softmax.weigh_words, make_trim(self))
+        function, b = self.begin(f"{WORDS}_item", NOTHING, [PTR, I64])
+        self._compute(b, *function.args, I64(2), I64(0), steps)
+        self._handler_of(WORDS, function)
 
-    def _make_exp(self) -> Any:
-        """Build exp(f32 vector), for numbers up to 0, and return the LLVM function: exactly 1 for 0, and 0 below
-        _SMALLEST.
-        """
-        function, b = self.begin("exp", FLOATS, [FLOATS])
-        function.attributes.add("alwaysinline")
-        (x,) = function.args
-        is_small = b.fcmp_ordered("<", x, each_lane(_SMALLEST))
-        x = b.select(is_small, each_lane(_SMALLEST), x)
-        exponent = b.call(self._nearest, [b.fmul(x, each_lane(_LOG2_E))])
-        rest = x
-        for part in _LN_2:
-            rest = b.call(self._fma, [exponent, each_lane(-part), rest])
-        found = each_lane(_EXP[0])
-        for coefficient in _EXP[1:]:
-            found = b.call(self._fma, [found, rest, each_lane(coefficient)])
-        found = b.call(self._fma, [found, b.fmul(rest, rest), rest])
-        found = b.fadd(found, each_lane(1.0))
-        power = b.shl(b.add(b.fptosi(exponent, INTS), each_lane(127)), each_lane(23))
-        found = b.fmul(found, b.bitcast(power, FLOATS))
-        b.ret(b.select(is_small, each_lane(0.0), found))
-        return function
+    def _add_floats(self, b: Builder, sums: Any, one: Any, other: Any) -> Any:
+        """Emit the addition of products, see Products.add, of float32."""
+        return b.call(self._fma, [one, other, sums])
 
-    def _make_dots(self, rows: int) -> Any:
-        """Build dots(`rows` pointers to queries, width, keys, logits), which writes the products of queries f32 [width]
-        and keys f32 [width, BLOCK] to logits f32 [rows, BLOCK]. Return the LLVM function.
-        """
-        function, b = self.begin(f"dots_{rows}", NOTHING, [*[PTR] * rows, I64, PTR, PTR])
-        *queries, width, keys, logits = function.args
-        for first in range(0, _CHUNKS, self._chunks):
-            with b.loop(I64(0), width, 1, [each_lane(0.0)] * rows * self._chunks) as (element, sums):
-                own = [
-                    b.read(keys, b.total((element, 4 * BLOCK), (4 * LANES * (first + chunk),)), FLOATS)
-                    for chunk in range(self._chunks)
-                ]
-                for row, query in enumerate(queries):
-                    x = b.all_lanes(b.read(query, b.total((element, 4)), F32))
-                    for chunk, key in enumerate(own):
-                        at = row * self._chunks + chunk
-                        sums[at] = b.call(self._fma, [x, key, sums[at]])
-            for at, found in enumerate(sums):
-                row, chunk = divmod(at, self._chunks)
-                b.write(found, logits, 4 * (row * BLOCK + LANES * (first + chunk)))
-        b.ret_void()
-        return function
+    def _of_products(self, products: Products) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Build the functions of `products`, and return dots and sums, each by number of rows."""
+        dots = {rows: products.make_dots(self, rows) for rows in ROWS}
+        return dots, {rows: products.make_sums(self, rows) for rows in ROWS}
 
-    def _make_cap(self) -> Any:
-        """Build cap(logits, scale, soft_cap), which replaces one row's logits f32 [BLOCK], after multiplying them by
-        `scale`, by soft_cap * tanh(logit / soft_cap). Return the LLVM function.
-        """
-        function, b = self.begin("cap", NOTHING, [PTR, F32, F32])
-        row, scale, cap = function.args
-        factor, cap = b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(cap)
-        for chunk in range(_CHUNKS):
-            x = b.fmul(b.read(row, 4 * LANES * chunk, FLOATS), factor)
-            power = b.call(self._exp, [b.fmul(b.call(self._abs, [x]), each_lane(-2.0))])
-            tanh = b.fdiv(b.fsub(each_lane(1.0), power), b.fadd(each_lane(1.0), power))
-            b.write(b.fmul(b.call(self._copysign, [tanh, x]), cap), row, 4 * LANES * chunk)
-        b.ret_void()
-        return function
+    def _handler_of(self, name: str, item: Any) -> None:
+        """Build the handler NAME and its function NAME_items. item: function (job, index) that computes an item."""
+        self.make_handler(name, JOB, self.make_work(f"{name}_items", item))
 
-    def _make_weigh(self) -> Any:
-        """Build weigh(logits, scale, first, end, largest, total, decay), which replaces one row's logits f32 [BLOCK],
-        after multiplying them by `scale`, by its weights, which are 0 outside [first, end). It updates the row's
-        running largest logit and total of weights, and writes the factor for what it has summed before to `decay`;
-        these three are pointers. Return the LLVM function.
-        """
-        function, b = self.begin("weigh", NOTHING, [PTR, F32, I64, I64, PTR, PTR, PTR])
-        row, scale, first, end, largest, total, decay = function.args
-        scale = b.all_lanes(scale)
-        first, end = (b.all_lanes(b.trunc(each, I32)) for each in (first, end))
-        never = each_lane(-math.inf)
-        logits, seen = [], []
-        for chunk in range(_CHUNKS):
-            place = indices(range(LANES * chunk, LANES * (chunk + 1)))
-            seen.append(b.and_(b.icmp_signed(">=", place, first), b.icmp_signed("<", place, end)))
-            logit = b.fmul(b.read(row, 4 * LANES * chunk, FLOATS), scale)
-            logits.append(b.select(seen[-1], logit, never))
-        highest = logits[0]
-        for logit in logits[1:]:
-            highest = b.call(self._max, [highest, logit])
-        before = b.read(largest, 0, F32)
-        new = b.call(self._highest, [highest])
-        new = b.select(b.fcmp_ordered(">", new, before), new, before)
-        shift = b.select(b.fcmp_ordered("==", new, F32(-math.inf)), F32(0.0), new)
-        shifts = b.all_lanes(shift)
-        found = each_lane(0.0)
-        for chunk, (logit, is_seen) in enumerate(zip(logits, seen, strict=True)):
-            weight = b.select(is_seen, b.call(self._exp, [b.fsub(logit, shifts)]), each_lane(0.0))
-            found = b.fadd(found, weight)
-            b.write(weight, row, 4 * LANES * chunk)
-        factor = b.extract_element(b.call(self._exp, [b.all_lanes(b.fsub(before, shift))]), I32(0))
-        added = b.call(self._add_up, [F32(0.0), found])
-        b.write(b.fadd(b.fmul(b.read(total, 0, F32), factor), added), total, 0)
-        b.write(new, largest, 0)
-        b.write(factor, decay, 0)
-        b.ret_void()
-        return function
-
-    def _make_sums(self, rows: int) -> Any:
-        """Build sums(width, values, begin, end, weights, decay, sums), which multiplies sums f32 [rows, width] by decay
-        f32 [rows], and adds to them rows [begin, end) of values f32 [BLOCK, width], each times its weight in weights
-        f32 [rows, BLOCK]. Return the LLVM function.
-        """
-        function, b = self.begin(f"sums_{rows}", NOTHING, [I64, PTR, I64, I64, PTR, PTR, PTR])
-        width, values, begin, end, weights, decay, sums = function.args
-        factors = [b.all_lanes(b.read(decay, 4 * row, F32)) for row in range(rows)]
-        done = I64(0)
-        for vectors in (self._chunks, 1):
-            stop = b.total((done,), (b.sdiv(b.sub(width, done), I64(vectors * LANES)), vectors * LANES))
-            with b.loop(done, stop, vectors * LANES) as (first, _):
-                places = [
-                    b.total((width, 4 * row), (first, 4), (4 * LANES * vector,))
-                    for row in range(rows)
-                    for vector in range(vectors)
-                ]
-                start = [b.fmul(b.read(sums, place, FLOATS), factors[at // vectors]) for at, place in enumerate(places)]
-                with b.loop(begin, end, 1, start) as (key, found):
-                    own = [
-                        b.read(values, b.total((key, width, 4), (first, 4), (4 * LANES * vector,)), FLOATS)
-                        for vector in range(vectors)
-                    ]
-                    for row in range(rows):
-                        weight = b.all_lanes(b.read(weights, b.total((key, 4), (4 * BLOCK * row,)), F32))
-                        for vector, value in enumerate(own):
-                            at = row * vectors + vector
-                            found[at] = b.call(self._fma, [weight, value, found[at]])
-                for place, new in zip(places, found, strict=True):
-                    b.write(new, sums, place)
-            done = stop
-        b.ret_void()
-        return function
-
-    def _make_item(self, dots: dict, sums: dict) -> Any:
+    def _make_item(self, query_bytes: int, dots: dict, sums: dict, weigh: Any) -> Any:
         """Build item(job, index, size, after, copy keys, copy values), which computes one item of a pool whose elements
         have `size` bytes, with `after` bytes after those of a token, and return the LLVM function.
 
-        Copies are pointers to functions of `make_copy_keys` and `make_copy_values`. dots, sums: LLVM functions by
-        number of rows.
+        Copies are pointers to functions of `make_copy_keys` and `make_copy_values`. The other arguments: see Steps.
         """
         function, b = self.begin("item", NOTHING, [PTR, I64, I64, I64, _COPY, _COPY])
         job, index, size, after, *copies = function.args
+        self._compute(b, job, index, size, after, Steps(query_bytes, copies, dots, sums, weigh))
+        return function
+
+    def _compute(self, b: Builder, job: Any, index: Any, size: Any, after: Any, steps: Steps) -> None:
+        """Emit the computation of an item, see `_make_item`, and the function's end."""
         own = {field: JOB.get(b, job, field) for field in JOB.fields if field not in COUNTERS}
         own["group"] = b.sdiv(own["heads"], own["kv_heads"])
         own["key_bytes"] = b.add(b.mul(own["width"], size), after)
         own["value_bytes"] = b.add(b.mul(own["value_width"], size), after)
-        _Item(self, b, own, self._scratch(b, own), index).compute(copies, dots, sums)
+        _Item(self, b, own, self._scratch(b, own), steps).compute(index)
         b.ret_void()
-        return function
 
     def _make_item_of(self, name: str, kv_dtype: str, item: Any, transpose: Any) -> Any:
         """Build NAME_item(job, index), which computes an item of a pool of kv_dtype, and return the LLVM
@@ -274,13 +180,8 @@ class AttentionCode(Handlers):
 
     @property
     def cap(self) -> Any:
-        """LLVM function of `_make_cap`."""
-        return self._cap
-
-    @property
-    def weigh(self) -> Any:
-        """LLVM function of `_make_weigh`."""
-        return self._weigh
+        """LLVM function `cap` of Softmax."""
+        return self._softmax.cap
 
     def operands(self, b: Builder, handler: str, frame: Any) -> dict[str, Any]:
         """Emit reads, from an XLA_FFI_CallFrame, of the arguments and results. Return the values of a job's fields by
@@ -309,20 +210,20 @@ class AttentionCode(Handlers):
 class _Item:
     """Emits the computation of one item: at most block_q tokens of a sequence, and one KV head."""
 
-    def __init__(self, code: AttentionCode, b: Builder, own: dict[str, Any], scratch: dict, item: Any):
-        """Emit reads of the item's tile. own: fields of the job by name, and sizes that follow from them."""
-        self._code, self._b, self._own, self._scratch = code, b, own, scratch
+    def __init__(self, code: AttentionCode, b: Builder, own: dict[str, Any], scratch: dict, steps: Steps):
+        """Prepare. own: fields of the job by name, and sizes that follow from them. scratch: pointers to the item's
+        memory, by the names of _SCRATCH.
+        """
+        self._code, self._b, self._own, self._scratch, self._steps = code, b, own, scratch, steps
+
+    def compute(self, item: Any) -> None:
+        """Emit reads of the tile of an item, by its index, i64, and the computation."""
+        b, own, scratch, steps = self._b, self._own, self._scratch, self._steps
         self._head = b.srem(item, own["kv_heads"])
         tile = b.sdiv(item, own["kv_heads"])
         lines = [b.total((own["num_tiles"], 4 * line), (tile, 4)) for line in range(3)]
         self._seq, self._first, self._count = (b.sext(b.read(own["tiles"], line, I32), I64) for line in lines)
         self._rows = b.mul(self._count, own["group"])
-
-    def compute(self, copies: Sequence[Any], dots: dict[int, Any], sums: dict[int, Any]) -> None:
-        """Emit the computation. copies: LLVM functions that copy the keys and the values of a chunk. dots, sums: LLVM
-        functions by number of rows.
-        """
-        b, own, scratch = self._b, self._own, self._scratch
         self._start()
         with b.loop(I64(0), self._count, 1, [I64(2**31 - 1), I64(0)]) as (token, limits):
             low, high = self._range(token)
@@ -342,9 +243,9 @@ class _Item:
             begin, end = b.sub(low, base), b.sub(high, base)
             begin = b.select(b.icmp_signed("<", begin, I64(0)), I64(0), begin)
             end = least(b, end, I64(BLOCK))
-            self._copy(base, begin, end, high, copies)
+            self._copy(base, begin, end, high)
             self._by_rows(
-                dots,
+                steps.dots,
                 lambda rows, row: [
                     *(self._query(b.add(row, I64(each))) for each in range(rows)),
                     own["width"],
@@ -358,9 +259,9 @@ class _Item:
                 logits = b.at(scratch["weights"], b.total((row, 4 * BLOCK)))
                 with b.if_then(has_cap):
                     b.call(self._code.cap, [logits, scale, cap])
-                b.call(self._code.weigh, [logits, rest, b.sub(start, base), b.sub(stop, base), *softmax])
+                b.call(steps.weigh, [logits, rest, b.sub(start, base), b.sub(stop, base), *softmax])
             self._by_rows(
-                sums,
+                steps.sums,
                 lambda rows, row: [
                     own["value_width"],
                     scratch["values"],
@@ -373,7 +274,7 @@ class _Item:
             )
         self._finish()
 
-    def _by_rows(self, functions: dict[int, Any], arguments: Callable[[int, Any], list[Any]]) -> None:
+    def _by_rows(self, functions: Mapping[int, Any], arguments: Callable[[int, Any], list[Any]]) -> None:
         """Emit calls of `functions`, by number of rows, that cover the item's rows. arguments(rows, row): returns those
         of a call for `rows` rows from `row` on.
         """
@@ -409,7 +310,7 @@ class _Item:
     def _query(self, row: Any) -> Any:
         """Emit and return a pointer to the query of a row."""
         b, own = self._b, self._own
-        return b.at(own["q"], b.total((self._place(row), own["width"], 4)))
+        return b.at(own["q"], b.total((self._place(row), own["width"], self._steps.query_bytes)))
 
     def _range(self, token: Any) -> tuple[Any, Any]:
         """Emit reads of the range of keys that a token of the item sees, and return its ends."""
@@ -419,7 +320,7 @@ class _Item:
         start, end = (b.sext(b.read(own["ranges"], place, I32), I64) for place in places)
         return start, end
 
-    def _copy(self, base: Any, begin: Any, end: Any, high: Any, copies: Sequence[Any]) -> None:
+    def _copy(self, base: Any, begin: Any, end: Any, high: Any) -> None:
         """Emit copies of the chunks of a block that contain keys [begin, end), counted from its first key `base`, and
         prefetches of the chunks a block later, as far as they lie below key `high`.
         """
@@ -430,9 +331,13 @@ class _Item:
             later = b.add(position, I64(BLOCK))
             self._fetch(b.select(b.icmp_signed("<", later, high), later, position))
             keys, values = self._chunk(position)
-            b.call(copies[0], [keys, own["width"], b.at(scratch["keys"], b.total((key, 4)))])
-            target = b.at(scratch["values"], b.total((key, own["value_width"], 4)))
-            b.call(copies[1], [values, own["value_width"], target])
+            copy_keys, copy_values = self._steps.copies
+            b.call(copy_keys, [keys, own["width"], b.at(scratch["keys"], b.total((key, 4)))])
+            per_word = 4 // self._steps.query_bytes
+            target = b.at(scratch["values"], b.total((b.sdiv(key, I64(per_word)), own["value_width"], 4)))
+            b.call(copy_values, [values, own["value_width"], target])
+        if self._steps.trim is not None:
+            b.call(self._steps.trim, [scratch["values"], own["value_width"], begin, end])
 
     def _chunk(self, position: Any) -> tuple[Any, Any]:
         """Emit and return pointers to the keys and to the values of the chunk that begins at a position, i64."""
@@ -476,4 +381,5 @@ def build(triple: str, abi: Mapping[str, int], features: Mapping[str, bool]) -> 
     """Return the module of LLVM IR with the handlers. triple, abi: see Handlers. features: of the processor, by LLVM's
     names.
     """
-    return AttentionCode(triple, abi, wide=bool(features.get("avx512f"))).module
+    has = {"wide": bool(features.get("avx512f")), "has_dots": bool(features.get("avx512bf16"))}
+    return AttentionCode(triple, abi, **has).module

@@ -21,6 +21,7 @@ from jaxengine.pallas_kernels.native.builder import (
     PTR,
     Builder,
     each_lane,
+    indices,
     least,
 )
 from jaxengine.pallas_kernels.native.handlers import Handlers
@@ -155,6 +156,55 @@ def make_copy_values(code: Handlers, kv_dtype: str) -> Any:
             found = _read(b, form, row, b.mul(first, I64(form.size)))
             found = found if scale is None else b.fmul(found, scale)
             b.write(found, target, b.total((key, width, 4), (first, 4)))
+    b.ret_void()
+    return function
+
+
+def make_copy_keys_words(code: Handlers, transpose: Any, block: int) -> Any:
+    """Build keys_words(source, width, target), which copies LANES keys of `width` bfloat16 each to a column of words of
+    neighbouring elements, i32 [width / 2, block], transposed. Return the LLVM function.
+
+    It may read up to _VECTOR_BYTES after the keys, and writes whole squares of [LANES, LANES] words. transpose: of
+    `make_transpose`, whose target has rows of `block` words.
+    """
+    function, b = code.begin("keys_words", NOTHING, [PTR, I64, PTR])
+    source, width, target = function.args
+    row_bytes = b.mul(width, I64(2))
+    with b.loop(I64(0), row_bytes, _VECTOR_BYTES) as (first, _):
+        b.call(transpose, [b.at(source, first), row_bytes, b.at(target, b.mul(first, I64(block)))])
+    b.ret_void()
+    return function
+
+
+def make_copy_values_words(code: Handlers) -> Any:
+    """Build values_words(source, width, target), which copies LANES values of `width` bfloat16 each, a multiple of
+    LANES, to words of neighbouring keys, i32 [LANES / 2, width]. Return the LLVM function.
+    """
+    function, b = code.begin("values_words", NOTHING, [PTR, I64, PTR])
+    source, width, target = function.args
+    order = indices([part for lane in range(LANES) for part in (lane, LANES + lane)])
+    with b.loop(I64(0), I64(LANES // 2), 1) as (pair, _), b.loop(I64(0), width, LANES) as (first, _):
+        place = b.total((pair, width, 4), (first, 2))
+        one, other = (b.read(source, b.total((place,), (width, 2 * key)), _SHORTS) for key in (0, 1))
+        words = b.bitcast(b.shuffle_vector(one, other, order), INTS)
+        b.write(words, target, b.total((pair, width, 4), (first, 4)))
+    b.ret_void()
+    return function
+
+
+def make_trim(code: Handlers) -> Any:
+    """Build trim(values, width, begin, end), which sets to 0, in words of neighbouring keys i32 [block / 2, width], the
+    values of a key that shares its word with the first or the last of keys [begin, end) but lies outside: a weight of 0
+    does not help against values that are not finite. Return the LLVM function.
+    """
+    function, b = code.begin("trim", NOTHING, [PTR, I64, I64, I64])
+    values, width, begin, end = function.args
+    for bound, kept in ((begin, -65536), (end, 65535)):
+        is_odd = b.icmp_signed("!=", b.and_(bound, I64(1)), I64(0))
+        line = b.mul(b.ashr(bound, I64(1)), width)
+        with b.if_then(is_odd), b.loop(I64(0), width, LANES) as (first, _):
+            place = b.total((line, 4), (first, 4))
+            b.write(b.and_(b.read(values, place, INTS), each_lane(kept)), values, place)
     b.ret_void()
     return function
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from jaxengine.pallas_kernels.attention.native import attend
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.native import library
-from jaxengine.pallas_kernels.registry import EXACT, NATIVE_ROOMS, attention_rows, kernel_kind, rows_of, without_rows
+from jaxengine.pallas_kernels.registry import EXACT, attention_rows, kernel_kind, rows_of, without_rows
 from jaxengine.pallas_kernels.tuning import tuning_of
 from tests.pallas_kernels import conformance, pools
 from tests.pallas_kernels.cases import BY_NAME
 from tests.pallas_kernels.implementations import NATIVE
+from tests.pallas_kernels.machine_code import narrow, without_dots
 from tests.pallas_kernels.problems import build
 from tests.tables import each_row
 
@@ -62,8 +64,20 @@ def runs_a_handler(name: str, dtype: str) -> bool:
     arguments = conformance.operands(case, build(case, dtype, "normal"), dtype, NATIVE)
     program = str(conformance.compiled(NATIVE, case.spec).trace(*arguments).jaxpr)
     found = set(re.findall(rf"{library.target_name('attention')}_\w+", program))
-    assert found <= {library.target_name(f"attention_{case.pool_dtype(dtype)}")}
+    kind = case.pool_dtype(dtype)
+    if (dtype, kind) == ("bfloat16", "bfloat16") and library.has_feature("avx512bf16"):
+        kind = "words"
+    assert found <= {library.target_name(f"attention_{kind}")}
     return bool(found)
+
+
+@each_row("has_dots", [True, False])
+def test_bfloat16_against_the_oracle(machine_code, monkeypatch, has_dots):
+    """On processors with products of bfloat16 and on others, whichever this one is."""
+    monkeypatch.setattr(attend, "has_feature", lambda name: has_dots)
+    implementation = replace(NATIVE, name=f"native, has_dots={has_dots}")  # another key of what is compiled
+    for name in ("mixed", "infinite unseen slots", "window on both sides"):
+        conformance.check_attention(BY_NAME[name], "bfloat16", "normal", implementation)
 
 
 @each_row("kv_dtype", [*pools.QUANTIZED, "float16"])
@@ -89,13 +103,13 @@ def test_every_code_is_what_it_stands_for(machine_code, kv_dtype):
     np.testing.assert_array_equal(np.asarray(o), np.broadcast_to(value, o.shape))
 
 
-@each_row("kv_dtype", ["bfloat16", "fp8_per_token_head"])
-def test_bits_do_not_depend_on_the_step(machine_code, kv_dtype):
+@each_row(("kv_dtype", "dtype"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("fp8_per_token_head", "float32")])
+def test_bits_do_not_depend_on_the_step(machine_code, kv_dtype, dtype):
     """A prompt at once, in chunks, token by token, alone and beside others; and by one thread or several."""
     spec = AttentionSpec(6, 2, 32, 48, 0.2, window=150)
     kv_len, rng = 200, np.random.default_rng(0)
     pool = drawn_pool(rng, kv_dtype, 26, 2, (32, 48))
-    q = jnp.asarray(rng.standard_normal((2, kv_len, 6, 32)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((2, kv_len, 6, 32)), dtype)
     pages = np.arange(26, dtype=np.int32).reshape(2, 13)
 
     @jax.jit
@@ -131,14 +145,9 @@ def test_bits_do_not_depend_on_the_step(machine_code, kv_dtype):
 
 def test_width_of_vectors_changes_no_bits(machine_code):
     """The code for a processor without AVX-512."""
-    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
-
     from jaxengine.pallas_kernels.attention.native.code import HANDLERS, JOB
 
-    narrow = llvm.get_host_cpu_features()
-    for name in narrow:
-        narrow[name] = narrow[name] and not name.startswith(("avx512", "amx"))
-    engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow)[1], library.made(NATIVE_ROOMS)[1]]
+    engines = [narrow(), without_dots()]
     rng = np.random.default_rng(0)
     drawn = {
         "q": rng.standard_normal((5, 6, 48)),
@@ -147,6 +156,7 @@ def test_width_of_vectors_changes_no_bits(machine_code):
         "sinks": rng.standard_normal(6),
     }
     arrays: dict[str, np.ndarray] = {name: own.astype(np.float32) for name, own in drawn.items()}
+    queries = {attend.WORDS: arrays["q"].astype(jnp.bfloat16)}
     arrays["tiles"] = np.array([[0], [0], [5]], np.int32)
     arrays["ranges"] = np.array([[0, 1, 2, 3, 40], [70, 71, 72, 73, 74]], np.int32)
     arrays["page_table"] = np.arange(5, dtype=np.int32)[None]
@@ -157,6 +167,7 @@ def test_width_of_vectors_changes_no_bits(machine_code):
         arrays["pool"] = np.asarray(drawn_pool(rng, kv_dtype, 5, 2, (48, 80)).data)
         found = []
         for engine in engines:
+            arrays["q"] = queries.get(handler, drawn["q"].astype(np.float32))
             arrays |= {name: np.full((5, 6, width), np.nan, np.float32) for name, width in (("o", 80), ("softmax", 2))}
             fields = numbers | {name: own.ctypes.data for name, own in arrays.items()}
             job = (ctypes.c_int64 * len(JOB.fields))(*(fields.get(name, 0) for name in JOB.fields))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxengine.pallas_kernels.native import library
 from jaxengine.pallas_kernels.registry import NATIVE_ROOMS
 from jaxengine.runner.executables import cache
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.pallas_kernels.machine_code import narrow, without_dots
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
 
 IMPLEMENTATIONS = {quantized.quantized_matmul, quantized_table.quantized_table_matmul, dense.matmul}
@@ -135,21 +135,11 @@ def test_rows_that_are_no_numbers_stay_alone(machine_code):
     assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
 
 
-def narrow() -> Any:
-    """Return the processor's features without AVX-512."""
-    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
-
-    features = llvm.get_host_cpu_features()
-    for name in features:
-        features[name] = features[name] and not name.startswith(("avx512", "amx"))
-    return features
-
-
 def test_width_of_vectors_and_number_of_blocks_change_no_bits(machine_code):
     """The code for a processor without AVX-512, and columns in any number of blocks."""
     from jaxengine.pallas_kernels.matmul.native.sums import JOB
 
-    engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow())[1], library.made(NATIVE_ROOMS)[1]]
+    engines = [narrow(), library.made(NATIVE_ROOMS)[1]]
     rng = np.random.default_rng(0)
     arrays = {"x": rng.standard_normal((7, 64)), "scales": rng.random((2, 256)), "zeros": rng.random((2, 256))}
     arrays = {name: own.astype(np.float32) for name, own in arrays.items()}
@@ -173,14 +163,9 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits(machine_code):
 
 def test_width_of_vectors_and_number_of_blocks_change_no_bits_of_many_rows(machine_code):
     """Columns and rows in any number of blocks, which have two strips or one."""
-    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
-
     from jaxengine.pallas_kernels.matmul.native_rows.code import HANDLERS, JOB
 
-    engines = [library.compiled(NATIVE_ROOMS, "haswell", narrow())[1]]
-    host = llvm.get_host_cpu_features()
-    host["avx512bf16"] = False  # whose products of two inputs are others
-    engines.append(library.compiled(NATIVE_ROOMS, llvm.get_host_cpu_name(), host)[1])
+    engines = [narrow(), without_dots()]
     rng = np.random.default_rng(0)
     for handler, kind in HANDLERS.items():
         words = rng.standard_normal((2, 160 * 640), np.float32)

@@ -9,7 +9,9 @@ from tests.pallas_kernels.mutants.mutant import Mutant, attention
 SECONDS = 60
 UNLESS = "" if find_spec("llvmlite") else "llvmlite is not installed"
 
-_CODE, _ATTEND, _COPIES = "attention/native/code", "attention/native/attend", "attention/native/copies"
+_CODE, _ATTEND, _COPIES, _PRODUCTS, _SOFTMAX = (
+    f"attention/native/{name}" for name in ("code", "attend", "copies", "products", "softmax")
+)
 
 
 def _on(*cases: str, dtype: str = "float32"):
@@ -24,6 +26,8 @@ _INT8, _FP8, _E5M2 = (
 _OF_TOKENS, _CAP = _on("int8 of each token"), _on("soft cap 30")
 _ANY = _on("mixed", "q tile straddles a kv block")
 _BF16 = _on("mixed", dtype="bfloat16")
+_WORDS = _on("mixed", "q tile straddles a kv block", dtype="bfloat16")
+_TRIMMED = _on("infinite unseen slots", "window on both sides", dtype="bfloat16")
 _LONG = _on("one long among many short")
 _WINDOW, _SINKS, _STALE = (
     _on("window 400 of 900"),
@@ -32,10 +36,8 @@ _WINDOW, _SINKS, _STALE = (
 )
 
 MUTANTS = [
-    Mutant(
-        "first key of a block for all chunks", _CODE, "(4 * LANES * (first + chunk),)), FLOATS)", "(0,)), FLOATS)", _ANY
-    ),
-    Mutant("products of the first row for all", _CODE, "logits, 4 * (row * BLOCK", "logits, 4 * (0 * BLOCK", _ANY),
+    Mutant("first key of a block for all chunks", _PRODUCTS, "(4 * LANES * (first + chunk),))", "(0,))", _ANY),
+    Mutant("products of the first row for all", _PRODUCTS, "logits, 4 * (row * BLOCK", "logits, 4 * (0 * BLOCK", _ANY),
     Mutant("keys that are not transposed", "native/transpose", "lane // 2 + LANES * (lane % 2)", "lane", _ANY),
     Mutant("odd elements as even ones", _COPIES, "b.and_(words, each_lane(-65536)) if index else ", "", _BF16),
     Mutant(
@@ -47,47 +49,70 @@ MUTANTS = [
     ),
     Mutant(
         "last key of a token dropped",
-        _CODE,
-        'b.icmp_signed("<", place, end)',
-        'b.icmp_signed("<=", b.add(place, each_lane(2)), end)',
+        _SOFTMAX,
+        'b.icmp_signed("<", key, ends[1])',
+        'b.icmp_signed("<=", b.add(key, each_lane(2)), ends[1])',
         _ANY,
     ),
-    Mutant("a key too many", _CODE, 'b.icmp_signed("<", place, end)', 'b.icmp_signed("<=", place, end)', _ANY),
+    Mutant("a key too many", _SOFTMAX, 'b.icmp_signed("<", key, ends[1])', 'b.icmp_signed("<=", key, ends[1])', _ANY),
+    Mutant(
+        "all keys of a block in part",
+        _SOFTMAX,
+        'b.icmp_signed(">=", end, I64(CHUNKS * LANES))',
+        'b.icmp_signed(">=", end, I64(LANES))',
+        _ANY,
+    ),
+    Mutant(
+        "all keys of a block from before a window",
+        _SOFTMAX,
+        'b.icmp_signed("<=", first, I64(0))',
+        'b.icmp_signed("<=", first, I64(LANES))',
+        _WINDOW,
+    ),
     Mutant(
         "keys before a window",
-        _CODE,
-        'b.icmp_signed(">=", place, first)',
-        'b.icmp_signed(">=", b.add(place, each_lane(1)), first)',
+        _SOFTMAX,
+        'b.icmp_signed(">=", key, ends[0])',
+        'b.icmp_signed(">=", b.add(key, each_lane(1)), ends[0])',
         _WINDOW,
     ),
     Mutant(
         "no scale",
-        _CODE,
+        _SOFTMAX,
         "b.read(row, 4 * LANES * chunk, FLOATS), scale)",
         "b.read(row, 4 * LANES * chunk, FLOATS), each_lane(1.0))",
         _ANY,
     ),
-    Mutant("old sums do not decay", _CODE, "FLOATS), factors[at // vectors])", "FLOATS), each_lane(1.0))", _LONG),
+    Mutant("old sums do not decay", _PRODUCTS, "FLOATS), factors[at // vectors])", "FLOATS), each_lane(1.0))", _LONG),
     Mutant(
-        "the old total does not decay", _CODE, "b.fmul(b.read(total, 0, F32), factor)", "b.read(total, 0, F32)", _LONG
+        "the old total does not decay",
+        _SOFTMAX,
+        "b.fmul(b.read(total, 0, F32), factor)",
+        "b.read(total, 0, F32)",
+        _LONG,
     ),
     Mutant(
         "values before a window",
-        _CODE,
+        _PRODUCTS,
         "with b.loop(begin, end, 1, start)",
         "with b.loop(I64(0), end, 1, start)",
         _STALE,
     ),
     Mutant(
-        "largest of the first chunk", _CODE, "for logit in logits[1:]:", "for logit in logits[:0]:", _on("large logits")
+        "largest of the first chunk",
+        _SOFTMAX,
+        "functools.reduce(functools.partial(_larger, b), logits)",
+        "logits[0]",
+        _on("large logits"),
     ),
-    Mutant("weights of the first row", _CODE, "(4 * BLOCK * row,)), F32)", "(0,)), F32)", _ANY),
-    Mutant("decay of the first row", _CODE, "b.read(decay, 4 * row, F32)", "b.read(decay, 0, F32)", _LONG),
+    Mutant("largest of half of the lanes", _SOFTMAX, "step = LANES // 2", "step = LANES // 4", _on("large logits")),
+    Mutant("weights of the first row", _PRODUCTS, "(4 * BLOCK * row,)", "(0,)", _ANY),
+    Mutant("decay of the first row", _PRODUCTS, "b.read(decay, 4 * row, F32)", "b.read(decay, 0, F32)", _LONG),
     Mutant(
         "the rest of a value left out",
-        _CODE,
-        "for vectors in (self._chunks, 1):",
-        "for vectors in (self._chunks,):",
+        _PRODUCTS,
+        "for vectors in (self.at_once, 1):",
+        "for vectors in (self.at_once,):",
         _ANY,
     ),
     Mutant("no sinks", _CODE, "b.select(has_sink, F32(1.0), F32(0.0))", "F32(0.0)", _SINKS),
@@ -116,14 +141,14 @@ MUTANTS = [
     Mutant("keys as values", _CODE, 'b.total((own["page_size"], own["key_bytes"]), (within', "b.total((within", _ANY),
     Mutant(
         "logits capped twice as high",
-        _CODE,
+        _SOFTMAX,
         "b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(cap)",
         "b.all_lanes(b.fdiv(scale, cap)), b.all_lanes(b.fadd(cap, cap))",
         _CAP,
     ),
     Mutant("capped logits scaled again", _CODE, "b.select(has_cap, F32(1.0), scale)", "scale", _CAP),
-    Mutant("caps without sign", _CODE, "b.call(self._copysign, [tanh, x])", "tanh", _CAP),
-    Mutant("tanh of half", _CODE, "each_lane(-2.0)", "each_lane(-1.0)", _CAP),
+    Mutant("caps without sign", _SOFTMAX, "b.call(self._copysign, [tanh, x])", "tanh", _CAP),
+    Mutant("tanh of half", _SOFTMAX, "each_lane(-2.0)", "each_lane(-1.0)", _CAP),
     Mutant("no caps", _ATTEND, "jnp.float32([spec.soft_cap or 0.0])", "jnp.float32([0.0])", _CAP),
     Mutant("codes without sign", _COPIES, "b.sitofp(b.ashr(", "b.sitofp(b.lshr(", _INT8),
     Mutant("first code of four", _COPIES, "each_lane(24 - 8 * index)", "each_lane(24)", _INT8),
@@ -161,7 +186,27 @@ MUTANTS = [
         _INT8,
     ),
     Mutant("sums that are not divided", _CODE, "b.fdiv(found, divisor)", "found", _ANY),
-    Mutant("exp without its power of two", _CODE, "b.fmul(found, b.bitcast(power, FLOATS))", "found", _ANY),
+    Mutant("exp without its power of two", _SOFTMAX, "b.add(b.bitcast(found, INTS), exponent)", "exponent", _ANY),
+    Mutant("exp of no rest", _SOFTMAX, "b.fsub(each_lane(_ROUNDING), rounded)", "each_lane(0.0)", _ANY),
+    Mutant("words of the first chunk", _COPIES, "(first, I64(block))", "(first, I64(0))", _WORDS),
+    Mutant("keys of a word exchanged", _COPIES, "part in (lane, LANES + lane)", "part in (LANES + lane, lane)", _WORDS),
+    Mutant("one key of a word for both", _COPIES, "(width, 2 * key)", "(width, 0)", _WORDS),
+    Mutant(
+        "pairs of keys in one place",
+        _COPIES,
+        "target, b.total((pair, width, 4), (first",
+        "target, b.total((first",
+        _WORDS,
+    ),
+    Mutant("first key of a word left as it is", _COPIES, "((begin, -65536), (end", "((end", _TRIMMED),
+    Mutant("last key of a word left as it is", _COPIES, "(begin, -65536), (end, 65535)", "(begin, -65536),", _TRIMMED),
+    Mutant("the wrong key of a word is cleared", _COPIES, "(begin, -65536)", "(begin, 65535)", _TRIMMED),
+    Mutant("last word of keys left out", _PRODUCTS, "b.add(end, I64(self.per_word - 1))", "end", _WORDS),
+    Mutant("weights of words as floats", _CODE, "*words, softmax.weigh_words", "*words, softmax.weigh", _WORDS),
+    Mutant("queries of words as floats", _CODE, "Steps(2, copies", "Steps(4, copies", _WORDS),
+    Mutant(
+        "values of words as those of floats", _CODE, "per_word = 4 // self._steps.query_bytes", "per_word = 1", _WORDS
+    ),
     Mutant(
         "later items left out", _CODE, 'b.mul(values["tiles_in_use"], values["kv_heads"])', 'values["kv_heads"]', _ANY
     ),
