@@ -279,7 +279,7 @@ class GrammarWorker:
 
     def _handle(self, message: worker.Answer) -> None:
         """Handle one answer of the process: Ready, a mask or a failure. Masks that are due and failures are stored for
-        `take`.
+        `take`; a failure with key -1 is recorded as that of the tokenizer.
 
         Answers for closed sequences are dropped. If a grammar was compiled again, the tokens that were recorded
         in the meantime are sent now.
