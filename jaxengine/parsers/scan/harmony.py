@@ -51,7 +51,7 @@ class Header:
 
     @property
     def recipient(self) -> str:
-        """Recipient of the message; "" for none."""
+        """Recipient of the message, which follows "to="; "" for none."""
         found = _RECIPIENT.search(self.text)
         return "" if found is None else found.group(1)
 
@@ -75,7 +75,7 @@ class GlimmerHeader(Header):
 
     @property
     def is_said(self) -> bool:
-        """Whether the message is addressed to the user."""
+        """Whether the message is addressed to the user: its recipient is in `readers`."""
         return self.recipient in self.readers
 
     @property
@@ -223,7 +223,8 @@ class HarmonyReader:
 
     def _new_opening(self) -> Opening:
         """Return a search for the words with which an output may begin if the prompt already ends in
-        <|start|>assistant.
+        <|start|>assistant: those that begin a message, <|message|>, "to=" and, if messages have channels,
+        <|constrain|>.
         """
         constrain = (CONSTRAIN,) if CHANNEL in self._words.begins else ()
         return Opening(*self._words.begins, *constrain, MESSAGE, _TO)

@@ -123,7 +123,7 @@ class JsonCall:
 
     def _end_string(self, is_key: bool) -> bool:
         """Record a key (`is_key`) or string value at the top level of the object, which has just ended, as key, name or
-        arguments.
+        arguments; a blank string of arguments counts as {}.
 
         Returns False if the object cannot be a call: invalid JSON, an empty or unprintable name, unpaired surrogates in
         the arguments.

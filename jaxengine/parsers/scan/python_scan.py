@@ -82,6 +82,7 @@ class PythonScanner:
         invalid.
 
         The end of a name, a number or a string shows only with the character after it (BEFORE), which is not consumed.
+        Adjacent strings are joined.
         After a result other than MORE the scanner must not be used again.
         """
         match self._state:

@@ -28,7 +28,8 @@ XLAM_TAGS = (*LLAMA_TAGS, ("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>"),
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yield Lark rules for one or several calls, with the top rule `calls`, without text around them.
+    """Yield Lark rules for one or several calls, separated by "; ", with the top rule `calls`; <|python_tag|> may
+    precede them.
 
     Raises UnresolvedError for a schema's reference that leads nowhere, and the errors of calls.json.
     """

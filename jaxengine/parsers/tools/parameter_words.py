@@ -62,7 +62,7 @@ class ParameterWords:
         return ["string"] if "string" in types else sorted({"number" if each == "integer" else each for each in types})
 
     def written(self, name: str) -> str:
-        """Return a name as it is written in an attribute; unchanged in formats without attributes."""
+        """Return a name as it is written in an attribute, with & and " escaped; unchanged in formats without."""
         return name.replace("&", "&amp;").replace('"', "&quot;") if self.attributes else name
 
     def written_value(self, text: str) -> str:
