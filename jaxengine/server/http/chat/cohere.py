@@ -180,7 +180,7 @@ def _reason(choice: dict[str, Any]) -> str:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the usage of a chat completion in Cohere's form."""
+    """Return the usage of a chat completion in Cohere's form: input and output tokens twice, and cached tokens."""
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {"billed_units": counts, "tokens": counts, "cached_tokens": cached}
