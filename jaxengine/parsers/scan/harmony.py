@@ -287,8 +287,9 @@ class HarmonyReader:
         return at + read
 
     def _in_body(self, text: str, at: int) -> int:
-        """Process text of a body, up to a word that ends the message (an End with the word) or begins the next one (an
-        End without). Reads `text` from the index `at`; returns the index after the last character read.
+        """Process text of a body, up to a word that ends the message (an End with the word), begins the next one (an
+        End without), or is "to=", which `_in_recipient` judges. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)

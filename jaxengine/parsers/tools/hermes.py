@@ -105,8 +105,9 @@ class HermesToolParser(StateParser):
         return at
 
     def _object(self, text: str, at: int) -> int:
-        """Process the object of a call; an object that is not a call becomes content. Reads `text` from the index `at`;
-        returns the index after the last character read.
+        """Process the object of a call, after which its closing word may follow; an object that is not a call becomes
+        content, and arguments that are not valid JSON go on in `_broken`. Reads `text` from the index `at`; returns the
+        index after the last character read.
         """
         at, progress = self._call.read(text, at)
         if progress is Progress.REJECTED:

@@ -32,7 +32,8 @@ class ListedCall:
 
 
 def _numbered_objects(calls: CallGrammar) -> str:
-    """Return the grammar alternatives {"tool_call_id": "0", "tool_name": ..., "parameters": ...}."""
+    """Return the grammar alternatives {"tool_call_id": "N", "tool_name": ..., "parameters": ...}, N of 1 to 3 digits.
+    """
     heads = (f'", "tool_name": {json.dumps(name, ensure_ascii=False)}, "parameters": ' for name in calls.functions)
     begin = literal('{"tool_call_id": "')
     return " | ".join(f'{begin} /[0-9]{{1,3}}/ {literal(head)} arguments_{at} "}}"' for at, head in enumerate(heads))
@@ -141,8 +142,9 @@ class JsonListToolParser(StateParser):
         return at
 
     def _list(self, text: str, at: int) -> int:
-        """Process the list of calls; a list without any becomes content. Reads `text` from the index `at`; returns the
-        index after the last character read.
+        """Process the list of calls, after which its closing word may follow. Where it turns out to be none, text that
+        belongs to no call becomes content; arguments that are not valid JSON go on in `_broken`. Reads `text` from the
+        index `at`; returns the index after the last character read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:

@@ -101,7 +101,8 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _no_tag(self) -> None:
-        """Read the beginning of a tag that is none: as a list if it begins with a bracket, else as content."""
+        """Read the beginning of a tag that is none: as an object or list if it begins with a bracket, else as content.
+        """
         held = self._opening.held
         if held[0] in "{[":
             self._open(held, 0)
@@ -111,7 +112,8 @@ class Llama3ToolParser(StateParser):
             self._state = self._content
 
     def _gap(self, text: str, at: int) -> int:
-        """Process one character between a tag or call and the next call or content.
+        """Process one character between a tag or call and the next call or content. White space is held and, after a
+        call, one semicolon or comma; the beginning of the word after calls is left to `_after_calls`.
 
         Reads `text` at the position `at`; returns the new position, unchanged if the character is content.
         """
@@ -148,8 +150,9 @@ class Llama3ToolParser(StateParser):
         return at + 1
 
     def _reading(self, text: str, at: int) -> int:
-        """Process an object or list that may be a call. Reads `text` from the index `at`; returns the index after the
-        last character read.
+        """Process an object or list that may be a call: one that is not becomes content, and arguments that are not
+        valid JSON go on in `_broken`. Reads `text` from the index `at`; returns the index after the last character
+        read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:

@@ -337,8 +337,8 @@ class ParameterToolParser(StateParser):
         return name, stated if agrees else None
 
     def _in_value(self, text: str, at: int) -> int:
-        """Process a value, up to a word that may end it. Reads `text` from the index `at`; returns the index after the
-        last character read.
+        """Process a value, up to a word that may end it; the beginning of a parameter does so if the function's
+        parameters are unknown. Reads `text` from the index `at`; returns the index after the last character read.
         """
         assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)

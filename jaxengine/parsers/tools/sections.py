@@ -52,7 +52,7 @@ class SectionWords:
 
     def call(self, head: str, functions: Collection[str]) -> tuple[str, str | None] | None:
         """Return (function, the model's id of the call or None) that the text `head` names; None if it is not a head of
-        a call.
+        a call. The id is all of the head if that is numbered.
 
         functions: names of the request's functions; another name in the usual form is returned too. The name in the
         head's usual form counts first, then any other part of it that is one of the functions.
