@@ -399,8 +399,8 @@ class RequestMasks:
         return words
 
     def _news(self) -> Iterator[NextMask | GrammarFailure]:
-        """Yield the masks and failures that have arrived, and open the grammars that have passed their trials: in
-        `worker`, or in a second one if their compilation took _SLOW_SECONDS or more.
+        """Yield the refusals of trials, `_begun`, and the masks and failures that have arrived. Open the grammars that
+        have passed their trials: in `worker`, or in a second one if their compilation took _SLOW_SECONDS or more.
         """
         for key, reason, seconds in self._trials.take():
             if reason is not None:

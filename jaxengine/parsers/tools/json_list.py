@@ -32,8 +32,7 @@ class ListedCall:
 
 
 def _numbered_objects(calls: CallGrammar) -> str:
-    """Return the grammar alternatives {"tool_call_id": "N", "tool_name": ..., "parameters": ...}, N of 1 to 3 digits.
-    """
+    """Return the grammar alternatives {"tool_call_id": "N", "tool_name": ..., "parameters": ...}, N: 1 to 3 digits."""
     heads = (f'", "tool_name": {json.dumps(name, ensure_ascii=False)}, "parameters": ' for name in calls.functions)
     begin = literal('{"tool_call_id": "')
     return " | ".join(f'{begin} /[0-9]{{1,3}}/ {literal(head)} arguments_{at} "}}"' for at, head in enumerate(heads))

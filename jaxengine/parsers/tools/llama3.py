@@ -101,8 +101,7 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _no_tag(self) -> None:
-        """Read the beginning of a tag that is none: as an object or list if it begins with a bracket, else as content.
-        """
+        """Read the beginning of a tag that is none: as an object or list if a bracket begins it, else as content."""
         held = self._opening.held
         if held[0] in "{[":
             self._open(held, 0)
