@@ -149,7 +149,7 @@ class ThinkParser:
 
     def __init__(self, words: ThinkFormat, inside: bool, calls: CallStarts | None):
         """Begin in the state before reasoning, with the words that open it and the words that end it or may begin a
-        call.
+        call. For the arguments see the class.
         """
         self._inside = inside
         self._kept = () if calls is None else words.calls

@@ -233,7 +233,7 @@ class HarmonyReader:
         """Process text at the output's start or after a message, where a message may begin without <|start|>; the state
         may change.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._opening.read(text, at)
         if found is None:
@@ -249,7 +249,7 @@ class HarmonyReader:
 
     def _between(self, text: str, at: int) -> int:
         """Process text between messages: text up to the next message becomes Outside, and the word opens a header.
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         plain, at, word = self._begin.read(text, at)
         self._outside(plain)
@@ -272,7 +272,7 @@ class HarmonyReader:
 
     def _in_header(self, text: str, at: int) -> int:
         """Process text of a header, up to <|message|>. A header that another marker ends, or that exceeds _MAX_HEADER
-        characters, becomes Outside. Reads `text` from the index `at`; returns the index after the last character read.
+        characters, becomes Outside. Reads `text` from `at`; returns the index after what it read.
         """
         plain, read, word = self._message.read(text[at : at + self._room], 0)
         self._header += [plain, word]
@@ -288,8 +288,8 @@ class HarmonyReader:
 
     def _in_body(self, text: str, at: int) -> int:
         """Process text of a body, up to a word that ends the message (an End with the word), begins the next one (an
-        End without), or is "to=", which `_in_recipient` judges. Reads `text` from the index `at`; returns the index
-        after the last character read.
+        End without), or is "to=", which `_in_recipient` judges. Reads `text` from `at`; returns the index after what it
+        read.
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)
@@ -305,7 +305,7 @@ class HarmonyReader:
 
     def _in_recipient(self, text: str, at: int) -> int:
         """Process text of a body after "to=", which begins the next message if a name and <|message|> follow, and is
-        part of the body otherwise. Reads `text` from the index `at`; returns the index after the last character read.
+        part of the body otherwise. Reads `text` from `at`; returns the index after what it read.
         """
         if not self._mark:
             end = _NAME_END.search(text, at, at + self._room)

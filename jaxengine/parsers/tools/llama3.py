@@ -74,8 +74,8 @@ class Llama3ToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to a character that may begin a tag or a call. Reads `text` from the index `at`; returns
-        the index after the last character read.
+        """Process content, up to a character that may begin a tag or a call. Reads `text` from `at`; returns the index
+        after what it read.
         """
         start = self._start.search(text, at)
         end = len(text) if start is None else start.start()
@@ -150,8 +150,7 @@ class Llama3ToolParser(StateParser):
 
     def _reading(self, text: str, at: int) -> int:
         """Process an object or list that may be a call: one that is not becomes content, and arguments that are not
-        valid JSON go on in `_broken`. Reads `text` from the index `at`; returns the index after the last character
-        read.
+        valid JSON go on in `_broken`. Reads `text` from `at`; returns the index after what it read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:

@@ -72,9 +72,7 @@ class MistralToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to the marker. Reads `text` from the index `at`; returns the index after the last
-        character read.
-        """
+        """Process content, up to the marker. Reads `text` from `at`; returns the index after what it read."""
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -115,8 +113,7 @@ class MistralToolParser(StateParser):
 
     def _arguments(self, text: str, at: int) -> int:
         """Emit the arguments of a call in the newer form as they arrive. At the first character that is not valid JSON
-        the call goes on in `_broken`. Reads `text` from the index `at`; returns the index after the last character
-        read.
+        the call goes on in `_broken`. Reads `text` from `at`; returns the index after what it read.
         """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
@@ -128,8 +125,8 @@ class MistralToolParser(StateParser):
 
     def _list(self, text: str, at: int) -> int:
         """Process the list of calls of the older form. Where it turns out to be none, text that belongs to no call
-        becomes content; arguments that are not valid JSON go on in `_broken`. Reads `text` from the index `at`; returns
-        the index after the last character read.
+        becomes content; arguments that are not valid JSON go on in `_broken`. Reads `text` from `at`; returns the index
+        after what it read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -141,8 +138,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """Process arguments that are not valid JSON: they continue until the next marker. Reads `text` from the index
-        `at`; returns the index after the last character read.
+        """Process arguments that are not valid JSON: they continue until the next marker. Reads `text` from `at`;
+        returns the index after what it read.
         """
         plain, at, found = self._begin.read(text, at)
         self._out.arguments(plain)
