@@ -95,8 +95,8 @@ def flat_result(
     """Return the figures of one rate under vLLM's keys, such as mean_ttft_ms, with those of --metadata.
 
     Mean, median, standard deviation and percentiles (p99 unless args.metric_percentiles names others) are those of the
-    metrics in args.percentile_metrics. result: what
-    `serve_report.summary` returns. values: milliseconds by metric. A figure without values is 0.0, as in vLLM.
+    metrics in args.percentile_metrics. result: what `serve_report.summary` returns. values: milliseconds by metric. A
+    figure without values is 0.0, as in vLLM.
     """
     rate = args.request_rate
     found = {
