@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load an engine and measure `args.num_runs` batches; print latencies, the time of a step's parts and the roofline.
 
-    Writes them to the --json file and returns 0. Raises ConfigError, ModelConfigError or ModelFileError if the engine
+    Latencies are the mean and percentiles of times to first token, between tokens and of whole runs. Writes all to the
+    --json file and returns 0. Raises ConfigError, ModelConfigError or ModelFileError if the engine
     cannot start, RequestError if it refuses the requests, and OSError if the file cannot be written.
     """
     from jaxengine import LLM

@@ -213,7 +213,7 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
 
 
 async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
-    """Send one request as a probe; return the load, changed to text prompts if the server refuses token ids.
+    """Send one request as a probe; return the load, changed to text prompts if token ids get status 400, 422 or 500.
 
     prompts: "auto", or a required form, which is not changed. Raises BenchError if the probe fails.
     """

@@ -106,7 +106,8 @@ def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
 
 
 def _lengths(load: Load, generator: np.random.Generator, length: int) -> list[int]:
-    """Return a random length for each request, from the load's distribution around `length`.
+    """Return a random length for each request: uniform, within range_ratio around `length`, or log-normal with `length`
+    as the median.
 
     Lengths are at least 1, log-normal ones at least 2. "fixed" returns `length` for all.
     """

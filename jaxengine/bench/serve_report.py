@@ -59,7 +59,7 @@ def summary(run: LoadResult, slo: Mapping[str, float] | None = None, further: Se
 
     Requests: "successful_requests", "failed_requests", "errors" (their number by kind), "first_error" (a message),
     "peak_concurrent_requests". Tokens: "total_input_tokens", "total_generated_tokens", "tokens_counted_by" ("usage", or
-    "pieces" where the server reports none). Per second: "request_throughput", "request_goodput", "output_throughput",
+    "pieces" if a response has none). Per second: "request_throughput", "request_goodput", "output_throughput",
     "total_token_throughput". Times: "benchmark_duration_s", and "latency_ms", the spread of each metric of `series`,
     None without samples. The client: "client_send_lag_ms_p99" and "client_cpu_percent".
 

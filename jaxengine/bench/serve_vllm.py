@@ -94,8 +94,9 @@ def flat_result(
 ) -> dict[str, Any]:
     """Return the figures of one rate under vLLM's keys, such as mean_ttft_ms, with those of --metadata.
 
-    Mean, median, standard deviation and percentiles are those of the metrics in args.percentile_metrics. result: what
-    `serve_report.summary` returns. values: milliseconds by metric. A figure without values is 0.0, as in vLLM.
+    Mean, median, standard deviation and percentiles (p99 unless args.metric_percentiles names others) are those of the
+    metrics in args.percentile_metrics. result: what `serve_report.summary` returns. values: milliseconds by metric. A
+    figure without values is 0.0, as in vLLM.
     """
     rate = args.request_rate
     found = {

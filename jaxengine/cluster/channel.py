@@ -225,8 +225,8 @@ class Channel:
         return message.arrays[0].data
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Receive messages on this thread and pass them to `handle`, except heartbeats, until it returns False. Sends
-        heartbeats in the meantime.
+        """Receive messages on this thread and pass them to `handle`, except heartbeats, until it returns False. Sends a
+        heartbeat every _ALIVE_SECONDS.
 
         Raises OSError or ClusterError once the other end is gone, has sent an invalid message, or has been silent for
         SILENCE_SECONDS.

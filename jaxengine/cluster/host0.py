@@ -85,7 +85,7 @@ class Cluster(Peers):
         This process must not have used jax's devices before. Starts threads and registers an exit handler.
 
         Raises:
-          ConfigError: an option is invalid or not supported.
+          ConfigError: an option is invalid, or jax.distributed is initialised already.
           ClusterError: workers are missing after config.cluster_timeout seconds; names them.
         """
         self._config = config
@@ -189,7 +189,7 @@ class Cluster(Peers):
             raise ClusterError("the engine has been shut down")
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Tell the workers to end, wait up to _END_SECONDS for them, and close all connections.
+        """Send the workers "end", or "failed" with `reason`, wait up to _END_SECONDS for them, and close connections.
 
         reason: of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this process,
         which shares the connections.
@@ -214,9 +214,10 @@ class Cluster(Peers):
             worker.channel.close()
 
     def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
-        """Wait until `arrived` is true for all workers, at most config.cluster_timeout seconds; log who is missing.
+        """Wait until `arrived` is true for all workers, at most config.cluster_timeout seconds; log now and then who is
+        missing.
 
-        what: what the workers do at this point, a verb for messages ("join"). From then on a worker that leaves is
+        what: what the workers do at this point, a verb for messages ("join"). After the return a worker that leaves is
         lost, and no other may join. Raises ClusterError with the node ranks that are missing, or if a process is lost.
         """
         config = self._config
@@ -237,7 +238,7 @@ class Cluster(Peers):
             self._started = True  # from now on a worker that leaves is lost, and none may join
 
     def _call(self) -> None:
-        """Call the functions of `run`, one after another, forever. Runs on its own thread."""
+        """Call the functions that `run` and `orders.leave` queue, one by one, forever, and set their futures."""
         while True:
             function, outcome = self._calls.get()
             try:
@@ -320,8 +321,9 @@ class Cluster(Peers):
     def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker:
         """Admit a worker by its first message, `hello`, log that, and return the worker.
 
-        address: from which it connects, for messages. Wakes the threads that wait for workers. If the worker may not
-        join, sends it "refused" and raises ClusterError with the reason.
+        address: from which it connects, for messages. Wakes the threads that wait for workers. If its node rank is
+        invalid or taken, its versions differ, or the engine has started, sends it "refused" and raises ClusterError
+        with the reason. Raises ClusterError at once for another first message.
         """
         if hello.op != "hello":
             raise ClusterError(f"its first message is {hello.op!r}")
@@ -464,7 +466,7 @@ def free_listener() -> socket.socket:
 
 
 def versions() -> str:
-    """Return a text with the versions that must be equal in all processes, so that they compile the same programs."""
+    """Return the versions of jaxengine and jax, equal in all processes so that they compile the same programs."""
     return f"jaxengine {__version__} with jax {jax.__version__}"
 
 

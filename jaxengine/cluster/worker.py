@@ -248,8 +248,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(host0: Host0, runner: ModelRunner) -> Any:
-    """Execute the steps, changes of state and orders that host 0 sends, until its message "end"; return the last step's
-    output.
+    """Execute the steps, changes of state, orders and readings of the expert load that host 0 sends, until its message
+    "end"; return the last step's output.
 
     runner: this process's part of the engine. Returns None if no forward pass was executed, or the last one was not
     sampled. Raises ClusterError for an operation or a shape that this engine does not have, and for an epilogue without

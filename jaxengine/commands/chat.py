@@ -110,8 +110,9 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
     """Load a model and set the log level to warnings; return a function that streams the model's answer to a
     conversation.
 
-    engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams. Raises ConfigError,
-    ModelConfigError, ModelFileError or RequestError; the function raises RequestError for a message that is refused.
+    engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams, which replace the model's
+    defaults; without max_tokens an answer may fill the context. Raises ConfigError, ModelConfigError, ModelFileError or
+    RequestError; the function raises RequestError for a message that is refused.
     """
     from jaxengine.api.llm import LLM
 
@@ -162,7 +163,8 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
     """Execute a user's command on `conversation` and print what was done; print an error to stderr for an unknown
     command and for "image" without text.
 
-    command: name of the command, without its slash. text: what follows the command; None if nothing does.
+    command: "image" (send `text` with the next message), "reset" (drop messages and images), "system" (set the system
+    message to `text`) or "help". text: what follows the command; None if nothing does.
     """
     if command == "image" and text:
         conversation.images.append(text)

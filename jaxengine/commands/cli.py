@@ -184,7 +184,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace) -> int:
     """Run `jaxengine convert`, with --quantize `quantize`, whose summary is printed; return 0.
 
-    Raises ConfigError for options that contradict each other, and the errors of `convert` or `quantize`.
+    Raises ConfigError for --merge-lora, --dtype or PARALLEL_OPTIONS with --quantize and for --perplexity without it,
+    and the errors of `convert` or `quantize`.
     """
     from jaxengine.commands.convert import convert
     from jaxengine.commands.quantize import quantize
@@ -264,7 +265,8 @@ def _generate(args: argparse.Namespace) -> int:
     """Run `jaxengine generate`: print outputs, and counts to standard error unless disable_log_stats is set; return 1
     if any output ended with an error, else 0.
 
-    With --json an output is a JSON object on a line; without --chat its text follows its prompt. A first prompt that
+    With --json an output is a JSON object on a line. With --chat each prompt is a user message; without, it is printed
+    before its text. A first prompt that
     looks like a model becomes `args.model`. Raises RequestError for wrong sampling options, before the model is loaded,
     without a prompt, and for a prompt that is refused; ConfigError, ModelConfigError or ModelFileError if the prompts
     or the model cannot be loaded.

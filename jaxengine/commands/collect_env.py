@@ -66,7 +66,7 @@ def collected() -> Iterator[str]:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line NAME=VALUE for each relevant environment variable, sorted by name.
+    """Yield a line NAME=VALUE for each environment variable whose name begins as in _VARIABLES, sorted by name.
 
     Only "(set)" is shown for a variable whose name suggests a secret, and users and passwords in URLs are replaced by
     dots.

@@ -30,7 +30,7 @@ GUIDE_QUESTIONS = ("What do plants need to grow?", "Why does the moon shine at n
 
 
 def run(**engine_options: Any) -> int:
-    """Load the model, answer the demo's six prompts in one batch, and print the answers and figures.
+    """Load the model, answer six prompts greedily in one batch, in at most 64 tokens; print the answers and figures.
 
     engine_options: fields of EngineConfig. Returns 1 if anything was compiled after start-up, else 0. Raises the errors
     of `LLM` for options or a model that cannot be loaded.

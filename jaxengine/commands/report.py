@@ -39,9 +39,10 @@ def run(args: argparse.Namespace) -> int:
     """Write the zip file `args.output`, replacing an existing one, print its path and the names of its files, and
     return 0.
 
-    Values of secret options are replaced by "(set)", and the home folder is shown as ~. Prints a warning if the file
-    holds a recorded step. Raises ConfigError for options that an engine refuses, and OSError if the file cannot be
-    written.
+    It holds what collect-env prints, the options, the kernels' verdicts, the plan for args.chips, and the newest
+    recorded step. Values of secret options are replaced by "(set)", and the home folder is shown as ~. Prints a
+    warning if the file holds a recorded step. Raises ConfigError for options that an engine refuses, and OSError if the
+    file cannot be written.
     """
     from jaxengine.runner.executables.verdicts import all_verdicts
 

@@ -156,7 +156,8 @@ class GrammarWorker:
     def open(self, key: int, kind: str, text: str, options: Mapping[str, Any], trace: Sequence[int] = ()) -> None:
         """Start a sequence, and the process if there is none, without waiting.
 
-        `take` later returns the sequence's first mask or a failure. key: one that was never used. kind ("json",
+        `take` later returns the sequence's first mask or a failure; always a failure, without a process, for a model
+        without an end-of-sequence token. key: one that was never used. kind ("json",
         "regex", "choice", "grammar", "structural_tag"), text, options: see worker_process.compile_grammar. trace:
         tokens of which the sequence will consist; it fails if its grammar does not allow them.
         """
@@ -279,7 +280,7 @@ class GrammarWorker:
 
     def _handle(self, message: worker.Answer) -> None:
         """Handle one answer of the process: Ready, a mask or a failure. Masks that are due and failures are stored for
-        `take`.
+        `take`; a failure with key -1 is recorded as that of the tokenizer.
 
         Answers for closed sequences are dropped. If a grammar was compiled again, the tokens that were recorded
         in the meantime are sent now.

@@ -97,8 +97,8 @@ class ReasoningWatch:
 
     @property
     def num_free(self) -> int:
-        """Number of next tokens that are not constrained, for a grammar of kind FREE, which only limits reasoning;
-        UNLIMITED without a budget. 0 for other grammars.
+        """Number of next tokens that are not constrained, for a grammar of kind FREE, which only limits reasoning: the
+        rest of the opening marker and of the budget; UNLIMITED without a budget. 0 for other grammars.
         """
         if not self._is_free:
             return 0
@@ -135,6 +135,7 @@ class ReasoningWatch:
         These are the token itself if it does not open reasoning; before the reasoning of a FREE grammar, white space is
         skipped. If it completes the end marker, they are the text after the marker, without leading white space and
         tokenised again; () if there is none. The last closing token of a budget ends the reasoning as well, with ().
+        Once one of the budget's own ends has been read, the budget limits nothing more.
         """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):

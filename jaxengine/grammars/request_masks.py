@@ -211,8 +211,9 @@ class RequestMasks:
             self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
     def _advance_reasoning(self, request: Request, token_id: int, guess: DraftsInFlight) -> None:
-        """Record a token of a request that reasons, and which tokens may follow. If the grammar begins with this token
-        or after it, the reasoning is over and the next mask is requested. guess: see `advance`.
+        """Record a token of a request that reasons, and which tokens may follow. At the end of the reasoning, request
+        the mask after the tokens that already belong to the grammar; without such tokens the next `take` reports its
+        first mask. guess: see `advance`.
         """
         watch = self._watches[request]
         taken = watch.read(token_id)
@@ -284,9 +285,10 @@ class RequestMasks:
     def rows(self, request: Request, width: int) -> list[np.ndarray]:
         """Return the masks i32[num_words] of the request's positions in a step, at most `width`.
 
-        They are those after its output, and after each of its drafts in the step. If the last mask is not known, it
-        allows nothing. The arrays are shared and must not be changed. Also records for `has` how many of the drafts
-        will certainly be rejected. Raises KeyError for a request without a known mask.
+        They are those after its output, and after each of its drafts in the step. The last one allows nothing if it is
+        not known, or if masks were computed along other drafts or none. The arrays are shared and must not be changed.
+        Also records for `has` how many of the drafts will certainly be rejected. Raises KeyError for a request without
+        a known mask.
         """
         known = self._known[request]
         masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
@@ -305,9 +307,10 @@ class RequestMasks:
 
     def has(self, request: Request, num_output: int) -> bool:
         """Return whether the mask after num_output output tokens is known, so that `row` can return it; False for an
-        unknown request.
+        unknown request, and while it depends on sampling how many drafts in flight are rejected.
 
-        The last of these tokens may still be in flight if the grammar forces them.
+        The last of these tokens may still be in flight if the grammar forces them and the request has no bad words of
+        several tokens.
         """
         if (known := self._known.get(request)) is None or self._surplus.get(request, 0) is None:
             return False
@@ -396,8 +399,8 @@ class RequestMasks:
         return words
 
     def _news(self) -> Iterator[NextMask | GrammarFailure]:
-        """Yield the masks and failures that have arrived, and open the grammars that have passed their trials, in a
-        worker that depends on the time that their compilation took.
+        """Yield the refusals of trials, `_begun`, and the masks and failures that have arrived. Open the grammars that
+        have passed their trials: in `worker`, or in a second one if their compilation took _SLOW_SECONDS or more.
         """
         for key, reason, seconds in self._trials.take():
             if reason is not None:
@@ -429,8 +432,8 @@ class RequestMasks:
         return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
-        """Add a failed request to `events`: to `ended` if its grammar was compiled, so that it has run, otherwise to
-        `refused`.
+        """Add a failed request to `events`: to `ended`, with the reason ERROR, if its grammar was compiled, so that it
+        has run, otherwise to `refused`, with a RequestError.
         """
         message = f"structured_outputs cannot be used: {failure.reason}"
         if failure.compiled:

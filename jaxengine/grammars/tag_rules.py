@@ -45,7 +45,7 @@ def _until(text: str, rules: list[str], tokenizer: llguidance.LLTokenizer) -> st
 
 
 def _word(text: str, tokenizer: llguidance.LLTokenizer) -> str:
-    """Return the term of a text: literals, and the tokens in it."""
+    """Return the term of a text: a literal or token for each of its parts; "" for a token that ends sequences."""
     ends = set(tokenizer.eos_tokens)
     return " ".join(
         json.dumps(part, ensure_ascii=False) if token_id is None else '""' if token_id in ends else f"<[{token_id}]>"

@@ -228,9 +228,9 @@ class Matchers:
         return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
-        """Take message.tokens and return the next mask; with looks_ahead, also the tokens that must follow and the
-        masks along message.guess. Return Failed and close the sequence if the grammar does not allow the tokens or the
-        sequence has been closed.
+        """Take message.tokens and return the next mask; with looks_ahead, and if this took less than _QUICK_SECONDS,
+        also the tokens that must follow and the masks along message.guess. Return Failed and close the sequence if the
+        grammar does not allow the tokens or the sequence has been closed.
 
         others_wait: whether other messages were waiting when the last one was answered. Then only what is left of the
         time for looking ahead is used.

@@ -29,7 +29,9 @@ class AllowedCalls:
         return [*self._read(self._parser.finish()), *self._end_other()]
 
     def _read(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Yield the parser's events: calls of other functions as content, the others numbered without gaps."""
+        """Yield the parser's events: calls of other functions as content, {"name": NAME, "arguments": ARGUMENTS}, and
+        the others numbered from 0 without gaps.
+        """
         for event in events:
             match event:
                 case ArgumentsDelta(index, text) if index in self._indices:
@@ -50,7 +52,7 @@ class AllowedCalls:
                     yield event
 
     def _end_other(self) -> Iterator[Event]:
-        """Yield the end of the object of another function's call if one is open."""
+        """Yield the end of the object of another function's call if one is open; its arguments are {} if none came."""
         if self._is_in_other:
             self._is_in_other = False
             yield ContentDelta("{}}" if self._is_without_arguments else "}")

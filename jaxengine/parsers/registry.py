@@ -39,7 +39,7 @@ _SUFFIXED = re.compile(r"<(?:think|tool_calls?|arg_key|arg_value)(:[^\s<>]+)>")
 
 
 def call_ids() -> Iterator[str]:
-    """Yield new ids of tool calls endlessly."""
+    """Yield new ids of tool calls endlessly: "chatcmpl-tool-" and 32 hexadecimal digits."""
     while True:
         yield f"chatcmpl-tool-{uuid.uuid4().hex}"
 

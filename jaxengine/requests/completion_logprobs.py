@@ -95,7 +95,9 @@ class KnownCompletions:
             self._add(index, prompts[index], inputs)
 
     def _add(self, index: int, prompt: Prompt, inputs: InputProcessor) -> None:
-        """Append the request for completion `index`, which has tokens, and its `prompt` to `prompts` and `params`.
+        """Append the request for completion `index`, which has tokens, after `prompt` to `prompts` and `params`, and
+        the prompt's length to `_first`. With decode the completion is the trace of the output; else all of it but the
+        last token follows the prompt's tokens, and the output's one token gets the last one's log-probability.
         Raises RequestError for media, and for a prompt and completion that exceed max_model_len together.
         """
         if has_media(prompt):

@@ -28,7 +28,7 @@ def after_reasoning(
 ) -> SamplingParams:
     """Return parameters whose structured outputs apply only after the reasoning of an output. Parameters without
     structured outputs, or that say themselves where the reasoning ends, are returned unchanged, and so are those of a
-    prompt that has closed the reasoning.
+    prompt that has closed the reasoning, and all with the parser "auto".
 
     name: name of the reasoning parser. text, token_ids: the prompt, whose end says whether the output begins inside of
     reasoning; if the text is None, the last _TAIL_TOKENS ids are decoded.

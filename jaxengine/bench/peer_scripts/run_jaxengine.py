@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 def load(job):
     """Load the engine of a job; return (its version, function that runs one workload).
 
-    There is one engine at a time: a workload with another `share_prefix` replaces it.
+    Variant q4_1 keeps the file's quantised weights; others are dequantised to their dtype. There is one engine at a
+    time: a workload with another `share_prefix` replaces it.
     """
     import jaxengine
     from jaxengine.bench import engine_run, workloads

@@ -128,7 +128,10 @@ class HarmonyReasoningParser:
         return joined
 
     def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
-        """Return the event of one part, and record the message that it belongs to. The event's text is "" for a part
+        """Return the event of one part, and record the message that it belongs to.
+
+        A message that calls a function is content as written. Of others the bodies are shown: as content if they are
+        addressed to the user, else as reasoning. Text outside of messages is content. The event's text is "" for a part
         that is not shown, and the format's joint for the header of a further message of its kind.
         """
         if isinstance(part, Header):

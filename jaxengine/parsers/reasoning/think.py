@@ -67,8 +67,8 @@ class ThinkFormat:
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
         """Return the fields of structured_outputs for an output that follows `prompt` and continues the answer
-        `continued`, "" for a new answer: reasoning_end, the end words, and reasoning_begin, the opening word, or None
-        if the output begins inside reasoning. {} if its reasoning has ended before it.
+        `continued`, "" for a new answer: reasoning_end, the end words, and reasoning_begin, the first opening word, or
+        None if the output begins inside reasoning. {} if its reasoning has ended before it.
         """
         inside = self._begins_inside(prompt, continued)
         if inside is False:
@@ -90,9 +90,9 @@ class ThinkFormat:
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
         """Return the fields of thinking_words for an output that follows `prompt` and continues the answer `continued`,
-        "" for a new answer: reasoning_end, the words that end reasoning; reasoning_begin, the opening word, or None if
-        the output begins inside reasoning; closing, the end word of the opening word. Never None here: reasoning may
-        always be opened.
+        "" for a new answer: reasoning_end, the words that end reasoning, calls included; reasoning_begin, the first
+        opening word, or None if the output begins inside reasoning; closing, the end word of the opening word. Never
+        None here: reasoning may always be opened.
         """
         begin = None if self._begins_inside(prompt, continued) else self.begins[0]
         closing = self.ends[0] if begin else self._end_word(prompt, continued)
@@ -127,7 +127,7 @@ class ThinkFormat:
         return True if self.always else False if continued else None
 
     def _tail(self, prompt: str) -> str:
-        """Return the end of a prompt in which words count, without white space and the label at its end."""
+        """Return the last _TAIL_CHARS characters of a prompt, without white space and then the label at their end."""
         return prompt[-_TAIL_CHARS:].rstrip().removesuffix(self.label.rstrip())
 
 
@@ -149,7 +149,7 @@ class ThinkParser:
 
     def __init__(self, words: ThinkFormat, inside: bool, calls: CallStarts | None):
         """Begin in the state before reasoning, with the words that open it and the words that end it or may begin a
-        call.
+        call. For the arguments see the class.
         """
         self._inside = inside
         self._kept = () if calls is None else words.calls
@@ -198,7 +198,8 @@ class ThinkParser:
             at = self._state(text, at)
 
     def _first(self, text: str, at: int) -> int:
-        """State at the output's start, where reasoning may be opened, or denied by its end word, which is dropped.
+        """State at the output's start, where reasoning may be opened, or denied by its end word; the word is dropped.
+        Other text is reasoning if the output begins inside it, else content.
 
         Reads `text` from index `at`; returns the index after what it read.
         """
@@ -239,8 +240,8 @@ class ThinkParser:
         return at
 
     def _after_word(self, text: str, at: int) -> int:
-        """State after a word that ends the reasoning if a call of one of the functions begins with it. Reads `text`
-        from index `at`; returns the index after what it read.
+        """State after a word that ends the reasoning if a call of one of the functions begins with it, and else is
+        reasoning itself. Reads `text` from index `at`; returns the index after what it read.
         """
         at, found = self._call.read(text, at)
         if found:

@@ -51,7 +51,7 @@ class Header:
 
     @property
     def recipient(self) -> str:
-        """Recipient of the message; "" for none."""
+        """Recipient of the message, which follows "to="; "" for none."""
         found = _RECIPIENT.search(self.text)
         return "" if found is None else found.group(1)
 
@@ -75,7 +75,7 @@ class GlimmerHeader(Header):
 
     @property
     def is_said(self) -> bool:
-        """Whether the message is addressed to the user."""
+        """Whether the message is addressed to the user: its recipient is in `readers`."""
         return self.recipient in self.readers
 
     @property
@@ -223,7 +223,8 @@ class HarmonyReader:
 
     def _new_opening(self) -> Opening:
         """Return a search for the words with which an output may begin if the prompt already ends in
-        <|start|>assistant.
+        <|start|>assistant: those that begin a message, <|message|>, "to=" and, if messages have channels,
+        <|constrain|>.
         """
         constrain = (CONSTRAIN,) if CHANNEL in self._words.begins else ()
         return Opening(*self._words.begins, *constrain, MESSAGE, _TO)
@@ -232,7 +233,7 @@ class HarmonyReader:
         """Process text at the output's start or after a message, where a message may begin without <|start|>; the state
         may change.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._opening.read(text, at)
         if found is None:
@@ -248,7 +249,7 @@ class HarmonyReader:
 
     def _between(self, text: str, at: int) -> int:
         """Process text between messages: text up to the next message becomes Outside, and the word opens a header.
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         plain, at, word = self._begin.read(text, at)
         self._outside(plain)
@@ -271,7 +272,7 @@ class HarmonyReader:
 
     def _in_header(self, text: str, at: int) -> int:
         """Process text of a header, up to <|message|>. A header that another marker ends, or that exceeds _MAX_HEADER
-        characters, becomes Outside. Reads `text` from the index `at`; returns the index after the last character read.
+        characters, becomes Outside. Reads `text` from `at`; returns the index after what it read.
         """
         plain, read, word = self._message.read(text[at : at + self._room], 0)
         self._header += [plain, word]
@@ -286,8 +287,9 @@ class HarmonyReader:
         return at + read
 
     def _in_body(self, text: str, at: int) -> int:
-        """Process text of a body, up to a word that ends the message (an End with the word) or begins the next one (an
-        End without). Reads `text` from the index `at`; returns the index after the last character read.
+        """Process text of a body, up to a word that ends the message (an End with the word), begins the next one (an
+        End without), or is "to=", which `_in_recipient` judges. Reads `text` from `at`; returns the index after what it
+        read.
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)
@@ -303,7 +305,7 @@ class HarmonyReader:
 
     def _in_recipient(self, text: str, at: int) -> int:
         """Process text of a body after "to=", which begins the next message if a name and <|message|> follow, and is
-        part of the body otherwise. Reads `text` from the index `at`; returns the index after the last character read.
+        part of the body otherwise. Reads `text` from `at`; returns the index after what it read.
         """
         if not self._mark:
             end = _NAME_END.search(text, at, at + self._room)

@@ -123,7 +123,7 @@ class JsonCall:
 
     def _end_string(self, is_key: bool) -> bool:
         """Record a key (`is_key`) or string value at the top level of the object, which has just ended, as key, name or
-        arguments.
+        arguments; a blank string of arguments counts as {}.
 
         Returns False if the object cannot be a call: invalid JSON, an empty or unprintable name, unpaired surrogates in
         the arguments.
@@ -144,10 +144,11 @@ class JsonCall:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """Record the beginning `char` of a value, other than a string, at the top level of the object.
+        """Record the beginning `char` of a value, other than a string, at the top level of the object: whether it is
+        the first arguments (an object or null), or another array or object.
 
-        Returns False if the object cannot be a call: the name is not a string, or the arguments are neither an object
-        nor null.
+        Returns False if the object cannot be a call: the name is not a string, or the first arguments are neither an
+        object nor null.
         """
         if self._key in self._names and not self._has_arguments:
             self._in_null = char == "n"

@@ -124,7 +124,9 @@ class ParameterJson:
         self._out.arguments(self._name_json(name) if is_complete else self._name_json(name).removesuffix('"'))
 
     def cut_value(self) -> None:
-        """Write the held text of a value in which the output ends; the value and the object stay open."""
+        """Write the held text of a value in which the output ends, a wrapper's after its name; the value and the object
+        stay open. Only a streamed string is escaped.
+        """
         text = _without_breaks("".join(self._value), self._own_line)
         if self._is_wrapper:
             self._out.arguments(f"{json.dumps(*self._names)}: ")

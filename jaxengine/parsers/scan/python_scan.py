@@ -82,6 +82,7 @@ class PythonScanner:
         invalid.
 
         The end of a name, a number or a string shows only with the character after it (BEFORE), which is not consumed.
+        Adjacent strings are joined.
         After a result other than MORE the scanner must not be used again.
         """
         match self._state:
@@ -163,9 +164,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _close(self, inner: _Open, is_empty: bool) -> Reading:
-        """Close the innermost bracket `inner`, and correct its opening piece in `json`: a list, a dict, or parentheses
-        around a value, which are dropped. is_empty: the bracket contains nothing. Returns DONE for the outermost
-        bracket, else MORE.
+        """Close the innermost bracket `inner`, and correct its opening piece in `json`: a list, also for a tuple or a
+        set, a dict, or parentheses around a value, which are dropped. is_empty: the bracket contains nothing. Returns
+        DONE for the outermost bracket, else MORE.
         """
         self._open.pop()
         if inner.bracket == "(" and not inner.has_comma and not is_empty:

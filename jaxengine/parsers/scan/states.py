@@ -40,7 +40,7 @@ class StateParser:
 
     def _after_call(self, text: str, at: int) -> int:
         """Process text after a call, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from the index `at`; returns the index after the last character read.
+        `text` from `at`; returns the index after what it read.
         """
         at, found = self._closing.read(text, at)
         if found is not None:

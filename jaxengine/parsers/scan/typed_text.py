@@ -46,8 +46,8 @@ def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema itself names by "type", or otherwise the types of its "enum" and "const"
-    values; empty if it has none of these.
+    """Return the JSON types that a schema itself names by "type", where names such as "int" or "dict" count too, or
+    otherwise the types of its "enum" and "const" values; empty if it has none of these.
     """
     kind = schema.get("type")
     found = {_TYPE_NAMES.get(each.lower(), each) for each in (*_list(kind), kind) if isinstance(each, str)}

@@ -111,7 +111,7 @@ class ElementToolParser(ParameterToolParser):
 
     def _in_body(self, text: str, at: int) -> int:
         """Process the elements of a call, up to its closing word, with which its arguments are written. Reads `text`
-        from the index `at`; returns the index after the last character read.
+        from `at`; returns the index after what it read.
         """
         plain, at, word = self._end.read(text, at)
         self._body.append(plain)

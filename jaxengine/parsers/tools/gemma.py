@@ -136,8 +136,8 @@ class GemmaToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Emit content up to the opening word of a call, and skip that word. Reads `text` from the index `at`; returns
-        the index after the last character read.
+        """Emit content up to the opening word of a call, and skip that word. Reads `text` from `at`; returns the index
+        after what it read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -147,7 +147,7 @@ class GemmaToolParser(StateParser):
 
     def _before_name(self, text: str, at: int) -> int:
         """Process text before a function's name: "call:" or a colon. Other text is content, with the opening word.
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._call.read(text, at)
         if found is not None:
@@ -159,7 +159,7 @@ class GemmaToolParser(StateParser):
 
     def _in_call_name(self, text: str, at: int) -> int:
         """Process a function's name, up to its brace, which starts the call; text that is not a name, or is longer than
-        _MAX_NAME, is content. Reads `text` from the index `at`; returns the index after the last character read.
+        _MAX_NAME, is content. Reads `text` from `at`; returns the index after what it read.
         """
         plain, read, word = self._brace.read(text[at : at + self._room], 0)
         self._held.append(plain)
@@ -186,8 +186,7 @@ class GemmaToolParser(StateParser):
 
     def _in_name(self, text: str, at: int) -> int:
         """Process a parameter's name, up to the colon after it, or the end of the call, which closes the arguments.
-        Text before a comma is dropped. Reads `text` from the index `at`; returns the index after the last character
-        read.
+        Text before a comma is dropped. Reads `text` from `at`; returns the index after what it read.
         """
         assert self._arguments is not None
         plain, at, word = self._name_end.read(text, at)
@@ -204,7 +203,7 @@ class GemmaToolParser(StateParser):
 
     def _before_value(self, text: str, at: int) -> int:
         """Process the beginning of a value: a quotation word, a bracket, or the first character of a bare value. Reads
-        `text` from the index `at`; returns the index after the last character read.
+        `text` from `at`; returns the index after what it read.
         """
         assert self._arguments is not None
         at, found = self._quote.read(text, at)
@@ -225,8 +224,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_string(self, text: str, at: int) -> int:
-        """Process a string, up to the quotation word after it. Reads `text` from the index `at`; returns the index
-        after the last character read.
+        """Process a string, up to the quotation word after it. Reads `text` from `at`; returns the index after what it
+        read.
         """
         assert self._arguments is not None
         plain, at, word = self._string_end.read(text, at)
@@ -236,8 +235,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_plain(self, text: str, at: int) -> int:
-        """Process a value without quotation words, up to a comma or the end of the call. Reads `text` from the index
-        `at`; returns the index after the last character read.
+        """Process a value without quotation words, up to a comma or the end of the call. Reads `text` from `at`;
+        returns the index after what it read.
         """
         assert self._arguments is not None
         plain, at, word = self._plain_end.read(text, at)
@@ -249,8 +248,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_nested(self, text: str, at: int) -> int:
-        """Process an object or array; when complete, it is emitted as JSON. Reads `text` from the index `at`; returns
-        the index after the last character read.
+        """Process an object or array; when complete, it is emitted as JSON. Reads `text` from `at`; returns the index
+        after what it read.
         """
         assert self._arguments is not None
         at, is_complete = self._nested.read(text, at)

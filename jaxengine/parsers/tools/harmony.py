@@ -31,6 +31,7 @@ from jaxengine.parsers.scan.harmony import (
 def forced_grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules of outputs that call one function, with the top rule `start`; reasoning may precede the call.
 
+    A call is <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>, its arguments and <|call|>.
     Raises ValueError for a vocabulary without harmony's tokens, and the errors of calls.json.
     """
     yield from forced_rules(calls)
@@ -41,8 +42,8 @@ def forced_grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 def forced_rules(calls: CallGrammar) -> Iterator[str]:
-    """Yield the Lark rules of outputs with one `call`, a rule that the caller must add. The top rule is `start`;
-    reasoning may precede the call.
+    """Yield the Lark rules of outputs with one `call`, a rule that the caller must add. The top rule is `start`: an
+    optional thought (<|channel|>analysis<|message|>, any text, <|end|><|start|>assistant), then the call.
 
     Raises ValueError for a vocabulary without harmony's tokens.
     """

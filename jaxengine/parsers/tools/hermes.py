@@ -76,9 +76,7 @@ class HermesToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to the opening word. Reads `text` from the index `at`; returns the index after the last
-        character read.
-        """
+        """Process content, up to the opening word. Reads `text` from `at`; returns the index after what it read."""
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -93,7 +91,7 @@ class HermesToolParser(StateParser):
 
     def _before_object(self, text: str, at: int) -> int:
         """Process text between the opening word and the brace of a call; other text is content, with the word. Reads
-        `text` from the index `at`; returns the index after the last character read.
+        `text` from `at`; returns the index after what it read.
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -105,8 +103,9 @@ class HermesToolParser(StateParser):
         return at
 
     def _object(self, text: str, at: int) -> int:
-        """Process the object of a call; an object that is not a call becomes content. Reads `text` from the index `at`;
-        returns the index after the last character read.
+        """Process the object of a call, after which its closing word may follow; an object that is not a call becomes
+        content, and arguments that are not valid JSON go on in `_broken`. Reads `text` from `at`; returns the index
+        after what it read.
         """
         at, progress = self._call.read(text, at)
         if progress is Progress.REJECTED:
@@ -123,7 +122,7 @@ class HermesToolParser(StateParser):
         """Process arguments that are not valid JSON: they continue until the closing word, or the next call's opening
         word if the format has no closing word.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)

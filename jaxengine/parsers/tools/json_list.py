@@ -32,7 +32,7 @@ class ListedCall:
 
 
 def _numbered_objects(calls: CallGrammar) -> str:
-    """Return the grammar alternatives {"tool_call_id": "0", "tool_name": ..., "parameters": ...}."""
+    """Return the grammar alternatives {"tool_call_id": "N", "tool_name": ..., "parameters": ...}, N: 1 to 3 digits."""
     heads = (f'", "tool_name": {json.dumps(name, ensure_ascii=False)}, "parameters": ' for name in calls.functions)
     begin = literal('{"tool_call_id": "')
     return " | ".join(f'{begin} /[0-9]{{1,3}}/ {literal(head)} arguments_{at} "}}"' for at, head in enumerate(heads))
@@ -111,9 +111,7 @@ class JsonListToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to a word before a list. Reads `text` from the index `at`; returns the index after the
-        last character read.
-        """
+        """Process content, up to a word before a list. Reads `text` from `at`; returns the index after what it read."""
         plain, at, word = self._begin.read(text, at)
         self._out.content(plain)
         if word:
@@ -126,8 +124,8 @@ class JsonListToolParser(StateParser):
 
     def _before_list(self, text: str, at: int) -> int:
         """Process text between a word and the opening bracket, after which the list is read. If other text comes, the
-        word and this text are content, and so is what follows. Reads `text` from the index `at`; returns the index
-        after the last character read.
+        word and this text are content, and so is what follows. Reads `text` from `at`; returns the index after what it
+        read.
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -141,8 +139,9 @@ class JsonListToolParser(StateParser):
         return at
 
     def _list(self, text: str, at: int) -> int:
-        """Process the list of calls; a list without any becomes content. Reads `text` from the index `at`; returns the
-        index after the last character read.
+        """Process the list of calls, after which its closing word may follow. Where it turns out to be none, text that
+        belongs to no call becomes content; arguments that are not valid JSON go on in `_broken`. Reads `text` from
+        `at`; returns the index after what it read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -159,7 +158,7 @@ class JsonListToolParser(StateParser):
         """Process arguments that are not valid JSON: they continue until the word after the list, or, if the format has
         none, the next of the words before one.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         plain, at, word = self._broken_end.read(text, at)
         self._out.arguments(plain)

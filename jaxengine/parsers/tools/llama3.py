@@ -28,7 +28,8 @@ XLAM_TAGS = (*LLAMA_TAGS, ("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>"),
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yield Lark rules for one or several calls, with the top rule `calls`, without text around them.
+    """Yield Lark rules for one or several calls, separated by "; ", with the top rule `calls`; <|python_tag|> may
+    precede them.
 
     Raises UnresolvedError for a schema's reference that leads nowhere, and the errors of calls.json.
     """
@@ -73,8 +74,8 @@ class Llama3ToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to a character that may begin a tag or a call. Reads `text` from the index `at`; returns
-        the index after the last character read.
+        """Process content, up to a character that may begin a tag or a call. Reads `text` from `at`; returns the index
+        after what it read.
         """
         start = self._start.search(text, at)
         end = len(text) if start is None else start.start()
@@ -100,7 +101,7 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _no_tag(self) -> None:
-        """Read the beginning of a tag that is none: as a list if it begins with a bracket, else as content."""
+        """Read the beginning of a tag that is none: as an object or list if a bracket begins it, else as content."""
         held = self._opening.held
         if held[0] in "{[":
             self._open(held, 0)
@@ -110,7 +111,8 @@ class Llama3ToolParser(StateParser):
             self._state = self._content
 
     def _gap(self, text: str, at: int) -> int:
-        """Process one character between a tag or call and the next call or content.
+        """Process one character between a tag or call and the next call or content. White space is held and, after a
+        call, one semicolon or comma; the beginning of the word after calls is left to `_after_calls`.
 
         Reads `text` at the position `at`; returns the new position, unchanged if the character is content.
         """
@@ -147,8 +149,8 @@ class Llama3ToolParser(StateParser):
         return at + 1
 
     def _reading(self, text: str, at: int) -> int:
-        """Process an object or list that may be a call. Reads `text` from the index `at`; returns the index after the
-        last character read.
+        """Process an object or list that may be a call: one that is not becomes content, and arguments that are not
+        valid JSON go on in `_broken`. Reads `text` from `at`; returns the index after what it read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:

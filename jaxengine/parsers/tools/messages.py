@@ -76,8 +76,9 @@ _NO_TOOLS = sorted(
 
 
 def beam_forced_grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yield Lark rules of outputs of Beam that call functions, with the top rule `start`; reasoning may precede the
-    calls. Arguments have the order of their schema, and no string is constrained unless its schema lists values.
+    """Yield Lark rules of outputs of Beam that call functions, each in a message, with the top rule `start`; reasoning
+    may precede the calls. <|end|><|start|>assistant separates them, and <|call|> ends the last. Arguments have the
+    order of their schema, and no string is constrained unless its schema lists values.
 
     Raises ValueError for a vocabulary without harmony's tokens and for a schema with too many alternatives or levels,
     UnresolvedError for a reference that leads nowhere, and the errors of calls.json.
@@ -92,7 +93,7 @@ def beam_forced_grammar(calls: CallGrammar) -> Iterator[str]:
 
 def muse_forced_grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules of outputs of Muse that call functions, each in a message, with the top rule `start`; otherwise
-    as beam_forced_grammar, for Muse's tokens.
+    as beam_forced_grammar, with Muse's tokens: EOM ends a message, EOT the last.
     """
     missing = next((word for word in (START, MESSAGE, EOM, EOT) if calls.token_id(word) is None), None)
     if missing is not None:

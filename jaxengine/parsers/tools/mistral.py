@@ -72,9 +72,7 @@ class MistralToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to the marker. Reads `text` from the index `at`; returns the index after the last
-        character read.
-        """
+        """Process content, up to the marker. Reads `text` from `at`; returns the index after what it read."""
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -93,7 +91,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _name(self, text: str, at: int) -> int:
-        """Process a character of the name of a call in the newer form, up to the brace that opens its arguments.
+        """Process a character of the name of a call in the newer form, up to the brace that opens its arguments. An id
+        of the call and [ARGS], which may follow the name, are dropped.
 
         Reads `text` at the position `at`; returns the new position, unchanged if the next state is to read the
         character. Text that turns out to be no name (a line break, more than _MAX_NAME characters) becomes content.
@@ -113,8 +112,8 @@ class MistralToolParser(StateParser):
         return at + 1
 
     def _arguments(self, text: str, at: int) -> int:
-        """Process the arguments of a call in the newer form. Reads `text` from the index `at`; returns the index after
-        the last character read.
+        """Emit the arguments of a call in the newer form as they arrive. At the first character that is not valid JSON
+        the call goes on in `_broken`. Reads `text` from `at`; returns the index after what it read.
         """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
@@ -125,8 +124,9 @@ class MistralToolParser(StateParser):
         return end
 
     def _list(self, text: str, at: int) -> int:
-        """Process the list of calls of the older form; a list without any becomes content. Reads `text` from the index
-        `at`; returns the index after the last character read.
+        """Process the list of calls of the older form. Where it turns out to be none, text that belongs to no call
+        becomes content; arguments that are not valid JSON go on in `_broken`. Reads `text` from `at`; returns the index
+        after what it read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -138,8 +138,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """Process arguments that are not valid JSON: they continue until the next marker. Reads `text` from the index
-        `at`; returns the index after the last character read.
+        """Process arguments that are not valid JSON: they continue until the next marker. Reads `text` from `at`;
+        returns the index after what it read.
         """
         plain, at, found = self._begin.read(text, at)
         self._out.arguments(plain)

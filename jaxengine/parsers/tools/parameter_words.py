@@ -56,13 +56,15 @@ class ParameterWords:
         return "" if self.quotes is None else self.quotes[1] + self.parameter[2]
 
     def said(self, types: AbstractSet[str]) -> list[str]:
-        """Return what follows `says` for a value of these JSON types, one text for each type if the format names it."""
+        """Return what may follow `says` for a value of these JSON types: "true" if they have a string, else "false". In
+        a format with attributes "string" or else all the types, where an integer is a "number".
+        """
         if not self.attributes:
             return ["true" if "string" in types else "false"]
         return ["string"] if "string" in types else sorted({"number" if each == "integer" else each for each in types})
 
     def written(self, name: str) -> str:
-        """Return a name as it is written in an attribute; unchanged in formats without attributes."""
+        """Return a name as it is written in an attribute, with & and " escaped; unchanged in formats without."""
         return name.replace("&", "&amp;").replace('"', "&quot;") if self.attributes else name
 
     def written_value(self, text: str) -> str:

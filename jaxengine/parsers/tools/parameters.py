@@ -174,8 +174,8 @@ class ParameterToolParser(StateParser):
 
     def _content(self, text: str, at: int) -> int:
         """Process text outside of calls and sections: content, until an opening word. A section's closing word is
-        dropped if a section is open, and content otherwise. Reads `text` from the index `at`; returns the index after
-        the last character read.
+        dropped if a section is open, and content otherwise. Reads `text` from `at`; returns the index after what it
+        read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -191,7 +191,7 @@ class ParameterToolParser(StateParser):
     def _section(self, text: str, at: int) -> int:
         """Process text after the word that begins a section. Unless a call follows, that word is content.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._next.read(text, at)
         if found:
@@ -208,7 +208,7 @@ class ParameterToolParser(StateParser):
 
     def _in_call_name(self, text: str, at: int) -> int:
         """Process a function's name, which starts the call when it ends; text that is not a name, or is longer than
-        _MAX_NAME, is content. Reads `text` from the index `at`; returns the index after the last character read.
+        _MAX_NAME, is content. Reads `text` from `at`; returns the index after what it read.
         """
         plain, read, word = self._call_name.read(text[at : at + self._room], 0)
         self._word.append(plain)
@@ -233,7 +233,9 @@ class ParameterToolParser(StateParser):
         self._next_part(word)
 
     def _leave_call(self) -> None:
-        """Enter the state after a call's closing word."""
+        """Enter the state after a call's closing word: that of content or, in a format with sections, one in which the
+        next call or the section's end may follow.
+        """
         self._state = self._content
         if self._words.section:
             self._next, self._state = Opening(self._words.call[0], self._words.section[1]), self._after_call
@@ -262,7 +264,7 @@ class ParameterToolParser(StateParser):
         """Process text after a call. White space before the next call, or before the end of the section, is dropped;
         before other text it is content, too.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._next.read(text, at)
         if found is not None:
@@ -276,7 +278,7 @@ class ParameterToolParser(StateParser):
     def _between(self, text: str, at: int) -> int:
         """Process text before a parameter or the end of the call. Other text ends the call too, and is content.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._inside.read(text, at)
         if found:
@@ -287,8 +289,8 @@ class ParameterToolParser(StateParser):
         return at
 
     def _in_name(self, text: str, at: int) -> int:
-        """Process a parameter's name, up to the word that ends it. Reads `text` from the index `at`; returns the index
-        after the last character read.
+        """Process a parameter's name, up to the word that ends it. Reads `text` from `at`; returns the index after what
+        it read.
         """
         plain, at, word = self._name.read(text, at)
         self._word.append(plain)
@@ -304,7 +306,7 @@ class ParameterToolParser(StateParser):
         """Process text between a parameter's name and the word before its value. Without that word the value begins
         anyway.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._before_value.read(text, at)
         if found is None:
@@ -315,7 +317,9 @@ class ParameterToolParser(StateParser):
         return at
 
     def _begin_value(self, quoted: bool = False) -> None:
-        """Begin the value of the parameter whose name was read last. quoted: whether it stands in quotes."""
+        """Begin the value of the parameter whose name was read last. quoted: whether it stands in quotes; line
+        breaks around it are then part of it, and character references are not read.
+        """
         assert self._arguments is not None
         references = self._words.references and not quoted
         self._arguments.begin(*self._name_and_types(), verbatim=quoted, references=references)
@@ -337,8 +341,8 @@ class ParameterToolParser(StateParser):
         return name, stated if agrees else None
 
     def _in_value(self, text: str, at: int) -> int:
-        """Process a value, up to a word that may end it. Reads `text` from the index `at`; returns the index after the
-        last character read.
+        """Process a value, up to a word that may end it; the beginning of a parameter does so if the function's
+        parameters are unknown. Reads `text` from `at`; returns the index after what it read.
         """
         assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)
@@ -355,7 +359,7 @@ class ParameterToolParser(StateParser):
         """Process text after a word that ends the value if one of `may_follow` comes next, and is part of the value
         otherwise.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         assert self._arguments is not None
         at, found = self._after_end.read(text, at)

@@ -169,7 +169,7 @@ class PythonicToolParser:
     def _collect(self, text: str, at: int) -> int:
         """Hold text after the beginning of a list that is no call, up to the word after calls, where its quotes are
         repaired if they can be in one way; else, and at the word before other calls, it is content. Reads `text` from
-        the index `at`; returns the index after the last character read.
+        `at`; returns the index after what it read.
         """
         assert self._outside is not None
         plain, at, word = self._outside.read(text, at)

@@ -52,7 +52,7 @@ class SectionWords:
 
     def call(self, head: str, functions: Collection[str]) -> tuple[str, str | None] | None:
         """Return (function, the model's id of the call or None) that the text `head` names; None if it is not a head of
-        a call.
+        a call. The id is all of the head if that is numbered.
 
         functions: names of the request's functions; another name in the usual form is returned too. The name in the
         head's usual form counts first, then any other part of it that is one of the functions.
@@ -173,8 +173,8 @@ class SectionToolParser(StateParser):
 
     def _content(self, text: str, at: int) -> int:
         """Process text outside of calls and sections: content, until an opening word. A section's closing word is
-        dropped if a section is open, and content otherwise. Reads `text` from the index `at`; returns the index after
-        the last character read.
+        dropped if a section is open, and content otherwise. Reads `text` from `at`; returns the index after what it
+        read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -191,7 +191,7 @@ class SectionToolParser(StateParser):
     def _section(self, text: str, at: int) -> int:
         """Process text after the word that begins a section. Unless a call follows, that word is content.
 
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         at, found = self._next.read(text, at)
         if found:
@@ -208,7 +208,7 @@ class SectionToolParser(StateParser):
 
     def _in_head(self, text: str, at: int) -> int:
         """Process the head of a call; text that is not a head, or is longer than _MAX_HEAD characters, is content.
-        Reads `text` from the index `at`; returns the index after the last character read.
+        Reads `text` from `at`; returns the index after what it read.
         """
         plain, read, word = self._middle.read(text[at : at + self._room], 0)
         self._head.append(plain)
@@ -222,8 +222,8 @@ class SectionToolParser(StateParser):
 
     def _before_object(self, text: str, at: int) -> int:
         """Process text before the arguments: "{" starts the call, the end word makes a call with the arguments {},
-        other text makes everything since the opening word content. Reads `text` from the index `at`; returns the index
-        after the last character read.
+        other text makes everything since the opening word content. Reads `text` from `at`; returns the index after what
+        it read.
         """
         at, found = self._opening.read(text, at)
         if found is False:
@@ -244,7 +244,7 @@ class SectionToolParser(StateParser):
 
     def _arguments(self, text: str, at: int) -> int:
         """Emit the arguments, JSON, as they arrive. At the first character that is not valid JSON the call goes on in
-        `_broken`. Reads `text` from the index `at`; returns the index after the last character read.
+        `_broken`. Reads `text` from `at`; returns the index after what it read.
         """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
@@ -256,7 +256,7 @@ class SectionToolParser(StateParser):
 
     def _broken(self, text: str, at: int) -> int:
         """Process arguments that are not valid JSON: they continue until a word that ends or begins a call, or ends the
-        section. Reads `text` from the index `at`; returns the index after the last character read.
+        section. Reads `text` from `at`; returns the index after what it read.
         """
         plain, at, word = self._end.read(text, at)
         self._out.arguments(plain)
@@ -265,7 +265,7 @@ class SectionToolParser(StateParser):
 
     def _after_arguments(self, text: str, at: int) -> int:
         """Collect text between the arguments and the word that ends the call or begins the next one, then end the call
-        (`_end_call`). Reads `text` from the index `at`; returns the index after the last character read.
+        (`_end_call`). Reads `text` from `at`; returns the index after what it read.
         """
         plain, at, word = self._end.read(text, at)
         self._held.append(plain)

@@ -123,8 +123,8 @@ async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:
 
 async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recording:
     """Decode a sound file, given as its bytes, and compute its spectrogram, both on threads. A sound shorter than a
-    window of the model is padded with silence to one; the recording's last number counts the frames without that
-    padding. param: the field with the file, for errors.
+    window of the model is padded with silence to one, which the recording's num_frames leaves out. param: the field
+    with the file, for errors.
 
     Raises RequestError for a file that cannot be used, and for a model that transcribes no sounds; OverloadedError if
     too many wait.

@@ -383,7 +383,8 @@ class OutputProcessor:
 
     def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
         """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence; with them the numbers
-        of return_sampling_mass, if requested. The token's own log-probability is added to cumulative_logprob.
+        of return_sampling_mass, if requested. The token's own log-probability is added to cumulative_logprob. Do
+        nothing if the request reports no log-probabilities.
         """
         params = sequence.group.params
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()

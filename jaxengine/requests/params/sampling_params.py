@@ -376,14 +376,15 @@ class SamplingParams(SamplingFields):
     @property
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
-        if no token has any. It is 0 with logprob_token_ids, which replace the likeliest tokens.
+        if no token has any. It is 0 with logprob_token_ids, which replace the likeliest tokens, and with
+        return_sampling_mass alone.
         """
         return 0 if self.logprob_token_ids or (self.return_sampling_mass and not self.logprobs) else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of likeliest tokens with log-probabilities at each position of the prompt, -1 for all; None
-        if no token has any.
+        if no token has any. It is 0 with prompt_logprob_token_ids alone.
         """
         return 0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs
 

@@ -57,8 +57,8 @@ def refuse_cut(params: PoolingParams | None, keep: int | None = None) -> None:
 def list_scores(
     output: PoolingRequestOutput[Any], number: int, token_id: Callable[[str], int | None]
 ) -> list[ScoringRequestOutput]:
-    """Return the score of each of a prompt's `number` documents, the cosine of its embedding and the query's. The first
-    has the prompt's token ids, which they share.
+    """Return the score of each of a prompt's `number` documents, the cosine of its embedding and the query's, 0 if one
+    has length 0. The first has the prompt's token ids, which they share.
 
     output: embeddings of all tokens of a prompt of `list_prompts`. token_id: maps a token of the vocabulary to its id.
     Raises RequestError if the tokenizer lacks the marking tokens.

@@ -63,8 +63,9 @@ class PoolingRecipe:
         return kept.astype(np.float32)
 
     def finish_tokens(self, rows: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
-        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's token_ids; n
-        excludes a first or last special token that the task leaves out. For a recipe with `tokens` only.
+        """Compute the answer f32[n, dimensions] from the task's columns of the model's rows f32[tokens, N] for a
+        prompt's token_ids; n excludes a first or last special token that the task leaves out. For a recipe with
+        `tokens` only.
         """
         assert self.tokens is not None
         first, end = self.tokens.columns

@@ -63,8 +63,8 @@ def tag_rules(tag: Mapping[str, Any], json_term: Callable[[Any], str]) -> list[P
 
 
 def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format of the earlier form, which has structures and triggers. Raises RequestError for other
-    values.
+    """Return a tag of the earlier form, with structures and triggers, as a format of the type "triggered_tags" with a
+    json_schema in each tag. Raises RequestError for other values.
     """
     structures = tag.get("structures")
     if not isinstance(structures, list) or not all(isinstance(each, Mapping) for each in structures):
@@ -257,7 +257,7 @@ def _listed(form: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _tags(form: Mapping[str, Any]) -> list[Any]:
-    """Return the field `tags`, whose entries may leave out their type. Raises RequestError for other values."""
+    """Return the field `tags`; entries without a type get the type "tag". Raises RequestError for other values."""
     return [{"type": "tag", **each} if isinstance(each, Mapping) else each for each in _listed(form, "tags")]
 
 

@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig, options: dict[str, Any]) -> int:
-    """Answer `lines` with a new engine, adding each answer to `results`, and return how many requests failed, which is
-    those with HTTP status 400 or above.
+    """Answer `lines` with a new engine, twice as many at once as it runs, adding each answer to `results`, and return
+    how many requests failed, which is those with HTTP status 400 or above.
 
     options: options of the engine, which is shut down at the end, also after an error. Raises ConfigError for invalid
     options, OSError for results that cannot be written, and the engine's errors.

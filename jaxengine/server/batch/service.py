@@ -112,9 +112,9 @@ class BatchService:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self) -> None:
-        """Start the store's batches, at most one of each owner and four at a time, and remove expired files and batches
-        every ten minutes. Runs until cancelled or an error; then cancels the running batches and waits for their
-        ends.
+        """Start the store's batches that are not paused, at most one of each owner and four at a time, and remove
+        expired files and batches now and every ten minutes. Runs until cancelled or an error; then cancels the running
+        batches and waits for their ends.
         """
         swept = -_SWEEP_SECONDS
         try:

@@ -349,7 +349,7 @@ def _with_integers(value: Any) -> Any:
 
 
 def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
-    """Convert a part of a message to the form that media.parts takes.
+    """Convert a part of a message to the form that media.parts takes: a dict, and a PlacedPart unless it is text.
 
     where: path of the part, for errors. Raises RequestError for an empty part or one without data.
     """

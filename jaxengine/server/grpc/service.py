@@ -123,8 +123,8 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
     """
 
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
-        """Handle one call: parse its first message, and return the method's result within the caller's trace. End it
-        with a status by raising grpc's AbortError if anything raises an exception.
+        """Handle one call: set ARRIVAL and ROUTE_KEY, parse its first message, and return the method's result within
+        the caller's trace. End it with a status by raising grpc's AbortError if anything raises an exception.
         """
         ARRIVAL.set(time.monotonic())
         request = request_type()

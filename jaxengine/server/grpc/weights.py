@@ -129,8 +129,8 @@ def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
 
 
 def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
-    """Return the options of an update. The defaults are mode "keep", kv "recompute" and strict. Raises RequestError for
-    a chunk_bytes below 1, an unknown mode and an unknown kv.
+    """Return the options of an update. The defaults are mode "keep", kv "recompute" and strict; the target is "draft"
+    with `draft`, else "model". Raises RequestError for a chunk_bytes below 1, an unknown mode and an unknown kv.
     """
     given = options.WhichOneof("version")
     if options.HasField("chunk_bytes") and options.chunk_bytes < 1:  # refused before a file of weights is sent

@@ -238,10 +238,10 @@ class TrafficMiddleware:
         """Answer a request, as an ASGI application, by the wrapped application. An exception before the response has
         begun becomes an error response; a later one is raised. Scopes other than HTTP are passed on unchanged.
 
-        Sets scope["root_path"], ROUTE_KEY (from X-Session-Id, else the request's id) and COUNT_PARSED. Logs exceptions
-        other than ApiError. POST requests count as running until they end. Every request is counted in the metrics,
-        except those of a batch, whose state already has a holder. Outputs that were parsed are counted for all
-        requests.
+        Sets scope["root_path"], in its state request_id (X-Request-Id, if it is valid), unique_id, arrival and
+        priority, ROUTE_KEY (from X-Session-Id, else the request's id) and COUNT_PARSED. Logs exceptions other than
+        ApiError. POST requests count as running until they end. Every request is counted in the metrics, except those
+        of a batch, whose state already has a holder. Outputs that were parsed are counted for all requests.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)

@@ -170,9 +170,9 @@ def _rendered(
 async def _conversation(
     server: ChatServer, body: ChatRequest, asked: GenerationRequest, request: Request, prefix: str, field: str
 ) -> Response:
-    """Return the tokens and sampling parameters of a conversation. prefix: prefix of the request's id. Raises
-    RequestError for a request that cannot be served or rendered, ApiError (404) for an unknown model, OverloadedError,
-    EngineDeadError.
+    """Return the tokens and sampling parameters of a conversation, and `token_offsets` if asked for. prefix: prefix of
+    the request's id. Raises RequestError for a request that cannot be served or rendered, ApiError (404) for an unknown
+    model, OverloadedError, EngineDeadError.
 
     asked: the request as it came, of which `body` is the equivalent. field: its field with the prompt, for errors.
     """

@@ -47,8 +47,8 @@ class Child:
     """
 
     def __init__(self):
-        """Read the job, ignore SIGINT and SIGTERM, set up logging, and start the thread that reads orders. See the
-        class.
+        """Read the job, or exit with status 1 if there is none, ignore SIGINT and SIGTERM, set up logging, and start
+        the thread that reads orders.
         """
         orders = os.dup(0)
         with open(os.devnull, "rb") as nothing:

@@ -140,11 +140,11 @@ class Front:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward an HTTP request to a replica and send the replica's response (an ASGI application).
 
-        Requests without a valid key are forwarded without their body, as the replica answers with the error. Requests
-        that create something, that come with an admin key, or whose large body is in parts are tried on one replica
-        only. Answers lifespan events, and closes websockets with code 1008. Returns without an error when the client
-        leaves. Raises ApiError if no replica can answer, if too many requests wait or upload, or for a body that is too
-        large, and RayTaskError for other errors in the replica.
+        Requests without a valid key are forwarded without their body, as the replica answers with the error. POST
+        requests for files and batches, requests with an admin key, and those whose large body is in parts are tried on
+        one replica only. Answers lifespan events, and closes websockets with code 1008. Returns without an error when
+        the client leaves. Raises ApiError if no replica can answer, if too many requests wait or upload, or for a body
+        that is too large, and RayTaskError for other errors in the replica.
         """
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
@@ -220,7 +220,8 @@ class Front:
     async def _hint(self, scope: Scope, call: HttpCall, request_id: str) -> Hint:
         """Return the Hint by which a request's replica is chosen: request id, session, adapter, prompt tokens and cache
         salt, as far as the headers, the path and the JSON body contain them. The session's name includes a digest of
-        the client's key. A body that is not JSON or not valid contributes nothing.
+        the client's key. The adapter is the one that lora_routes choose. There are tokens only with a reader, for
+        PATHS, and for no background response. A body that is not JSON or not valid contributes nothing.
         """
         # Of several headers of a name the first counts, as for the replica.
         headers, path = dict(reversed(call.headers)), _path(scope)

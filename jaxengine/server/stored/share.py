@@ -125,7 +125,7 @@ class Share:
         stored.response = response
 
     def drop(self, response_id: str) -> None:
-        """Remove a response, together with its turn and earlier turns that no other response continues, and update
+        """Remove a response, with those of its turn and earlier turns that no other response continues, and update
         num_bytes. Raises KeyError for an unknown id.
         """
         self._forget(self.responses.pop(response_id))
@@ -176,8 +176,8 @@ class Share:
                     self.num_bytes -= len(self._texts.pop(digest))
 
     def _forget(self, kept: Kept) -> None:
-        """Release a response's documents, its turn, and earlier turns that no other response continues, and update
-        num_bytes.
+        """Release a response's documents, and those of its turn and earlier turns that no other response continues, and
+        update num_bytes.
         """
         self.num_bytes -= RECORD_BYTES
         self._release(kept.documents)

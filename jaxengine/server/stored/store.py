@@ -125,8 +125,8 @@ class ResponseStore:
         return found
 
     def lose(self, worker: Worker) -> None:
-        """Mark the running responses of a lost worker as failed, with an error, and wake the calls of `stop` that wait
-        for them.
+        """Mark the running responses of a lost worker as failed, with an error, wake the calls of `stop` that wait for
+        them, and end the logs of those that are streamed.
         """
         for key in [key for key, each in self._workers.items() if each is worker]:
             owner, response_id = key

@@ -48,7 +48,7 @@ class PiecewiseTranscript(Transcript):
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """Yield the text as it is generated, and update the token counts. White space is held back until text follows
-        it. Raises the errors of `outputs`.
+        it; around a piece of the sound the language's separator replaces it. Raises the errors of `outputs`.
         """
         params = self.body.params(self.engine.inputs, output_kind=RequestOutputKind.DELTA, detokenize=True)
         has_text = False

@@ -136,7 +136,9 @@ class CohereWriter:
         yield {"type": "message-end", "id": self._name, "delta": {"error": message, "finish_reason": "ERROR"}}
 
     def _text(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the events for more text of a block of type `kind`, which is opened if another is open or none."""
+        """Yield the events for more text of a block of type `kind`, with the stored log-probabilities. If that is not
+        open, another block or call is ended and it is begun.
+        """
         if self._kind != kind:
             yield from self._close()
             self._kind, self._open = kind, ("content", self._num_blocks)
@@ -146,7 +148,9 @@ class CohereWriter:
         yield {**self._say("delta", {"content": {kind: text}}), **({"logprobs": _joined(scores)} if scores else {})}
 
     def _call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events for a call, or more of its arguments, in the form of a chat completion's delta."""
+        """Yield the events for the beginning of a call, after the end of what is open, or for more of its arguments.
+        call: a chat completion's delta.
+        """
         index, function = call["index"], call["function"]
         if self._open != ("tool-call", index):
             yield from self._close()
@@ -180,7 +184,7 @@ def _reason(choice: dict[str, Any]) -> str:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the usage of a chat completion in Cohere's form."""
+    """Return the usage of a chat completion in Cohere's form: input and output tokens twice, and cached tokens."""
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {"billed_units": counts, "tokens": counts, "cached_tokens": cached}

@@ -137,7 +137,9 @@ class ChatAnswer:
         }
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return the usage object. num_tokens: completion tokens; None for those of all choices so far."""
+        """Return the usage object, which tells cached, created cache, media and, with a reasoning parser, reasoning
+        tokens. num_tokens: completion tokens; None for those of all choices so far.
+        """
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens
         counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)

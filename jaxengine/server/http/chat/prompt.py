@@ -121,9 +121,10 @@ class ChatRenderer:
         return await self._encoder.run(lambda: decode(ids, skip_special_tokens=False)), ids
 
     def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the text of a conversation, rendered with the chat template. Raises RequestError for fields that the
-        server does not allow, and for messages that the template refuses; OverloadedError if too many templates are
-        being rendered.
+        """Return the text of a conversation, rendered with the chat template and its tools, unless the server leaves
+        these out for tool_choice "none"; the last message is continued or, by default, a generation prompt added.
+        Raises RequestError for fields that the server does not allow, and for messages that the template refuses;
+        OverloadedError if too many templates are being rendered.
         """
         config = self._config
         if body.chat_template is not None and not config.trust_request_chat_template:

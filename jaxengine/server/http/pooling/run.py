@@ -242,7 +242,7 @@ class PoolingServer:
             self._encoder.verify_length(max(lengths), body.sides[1])
 
         def made() -> list[str | list[int]]:
-            """Return the prompts of all pairs."""
+            """Return the prompts of all pairs, those of token ids as `_cut` leaves them."""
             prompts = (pair_prompt(inputs, *pair) for pair in pairs)
             return [each if isinstance(each, str) else self._cut(each, body, body.sides[1]) for each in prompts]
 

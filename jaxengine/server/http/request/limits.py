@@ -108,8 +108,8 @@ class _JsonRequest(Request):
         return b"..." if self._raw else b""
 
     async def json(self) -> Any:
-        """Return the body's value, and store the names of its fields, and whether it is long, in the request's state. A
-        long body is parsed on a thread. Call it after `body`.
+        """Return the body's value, and store the names of its known, unknown and ignored fields, and whether it is
+        long, in the request's state. A long body is parsed on a thread. Call it after `body`.
 
         Raises ApiError (400) for a body that `read_json` refuses and for more than MAX_FIELDS fields, OverloadedError
         if too many bodies wait for a thread.

@@ -370,8 +370,8 @@ class _Responses:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """Return the number of tokens of the request's conversation, which may exceed the context. Nothing is
-        generated. Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError,
+        """Return, as `input_tokens`, the number of tokens of the request's conversation, which may exceed the context.
+        Nothing is generated. Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError,
         EngineDeadError.
         """
         await choose_model(self._engine, body.model, self._names)

@@ -148,7 +148,7 @@ class ResponseWriter:
 
     def _close(self, status: str) -> list[Said]:
         """End the open item with this status and append it to the response's output; return its events, or [] if no
-        item is open.
+        item is open. Reasoning gets encrypted_content if that is requested.
         """
         if self._item is None:
             return []

@@ -267,7 +267,9 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def _text_function(tool: CustomTool) -> dict[str, Any]:
-    """Return the function of a chat request, named without the namespace, by which a custom tool is represented."""
+    """Return the function of a chat request, named without the namespace, for a custom tool: its text is the only
+    parameter.
+    """
     return {
         "name": tool.name,
         "description": "\n\n".join(_description(tool)),
