@@ -245,7 +245,8 @@ class KimiK25Processor(KimiMediaProcessor):
         return self.expand_chunks(token_ids, items, self._chunks, self.embedded_ids)
 
     def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
-        """Return the chunks of a video (`item`). An image is one chunk, without tokens around its embeddings.
+        """Return the chunks of a video (`item`), one for each temporal step, with its time before it. An image is one
+        chunk, without tokens around its embeddings.
 
         Raises RequestError for a video without a tokenizer.
         """

@@ -119,7 +119,7 @@ class MiniCPMVProcessor(GridProcessor):
         return {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
     def check_tower(self, fields: ConfigFields) -> None:
-        """Raise ModelConfigError for settings that do not fit the tower."""
+        """Raise ModelConfigError for another patch_size or downsample_mode than the tower's."""
         joined = self.tower.joined_after is not None
         fields.require(patch_size=self.tower.patch_size)
         if fields.text(_MODE, "16x" if joined else "4x") != ("16x" if joined else "4x"):

@@ -126,7 +126,9 @@ class WhisperProcessor(AttendedProcessor):
 
 
 def _older(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that older checkpoints have in config.json instead of GENERATION."""
+    """Return those of the fields of start, end and suppressed tokens that config.json has, as older checkpoints have
+    them there and not in GENERATION.
+    """
     names = ("decoder_start_token_id", "eos_token_id", "suppress_tokens", "begin_suppress_tokens")
     return {name: config_json[name] for name in names if name in config_json}
 
