@@ -63,8 +63,9 @@ def mistral_file(folder: Path) -> str | None:
 
 
 def read_mistral_file(folder: Path, name: str) -> MistralFile:
-    """Return the content of the folder's tokenizer file `name`, a result of `mistral_file`. Raises ModelFileError for
-    an invalid file, and for a version of the chat format that is not known.
+    """Return the content of the folder's tokenizer file `name`, a result of `mistral_file`; its tokenizer puts the BOS
+    token before texts and leaves GUARD out of them. Raises ModelFileError for an invalid file, and for a version of the
+    chat format that is not known.
     """
     path = folder / name
     backend, form = _read_tekken(path) if name == TEKKEN else _read_pieces(path)
@@ -77,7 +78,7 @@ def read_mistral_file(folder: Path, name: str) -> MistralFile:
 
 
 def _version_of_pieces(name: str) -> int:
-    """Return the version in the name of a SentencePiece file."""
+    """Return the version in the name of a SentencePiece file; 0 for another name."""
     found = _PIECES.fullmatch(name)
     return int(found[1]) if found else 0
 

@@ -202,7 +202,7 @@ class MistralFormat:
 
     @property
     def joint(self) -> str:
-        """Text between the text parts of a message."""
+        """Text between the text parts of a message: an empty line before version 15, then nothing."""
         return "\n\n" if self.version < 15 else ""
 
     def template(self) -> str:
