@@ -279,8 +279,9 @@ def workspace_bytes(analysis: Any) -> int:
 
 
 def kept_bytes(workspace: int, results: int = 0, num_blocks: int = 1) -> int:
-    """Return the bytes of a program's blocks that the C library keeps after the program has run on a CPU. workspace:
-    as from `workspace_bytes`; results: bytes of the results among it; the rest is `num_blocks` equal blocks.
+    """Return the bytes of a program's blocks that the C library keeps after the program has run on a CPU: its results
+    alone if its other blocks have _LEAST_MAPPED bytes or more, which go back to the system. workspace: as from
+    `workspace_bytes`; results: bytes of the results among it; the rest is `num_blocks` equal blocks.
     """
     return workspace if workspace - results < num_blocks * _LEAST_MAPPED else results
 
@@ -295,7 +296,8 @@ def kept_of_step(forward: int, epilogue: int, num_blocks: int) -> int:
 
 def heap_bytes(kept: int, devices: int) -> int:
     """Return the bytes of one of a process's CPU devices that the C library keeps between the blocks of steps that run:
-    those of steps before, on the thread that waits. 0 for no devices.
+    its share of Python's heap and, with more cores than devices, of what steps before left on the thread that waits. 0
+    for no devices.
 
     kept: `kept_of_step` of a device's largest step. devices: number of CPU devices.
     """
