@@ -81,7 +81,7 @@ class AriaProcessor(UnitProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the options' `most`, `least`, whose default is its own but at most `most`, and `splits`.
-        Raises RequestError for unknown options, and for an invalid one.
+        Raises RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

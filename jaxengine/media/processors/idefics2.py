@@ -62,8 +62,8 @@ class Idefics2Processor(UnitProcessor):
         return (_SPLIT,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy in which an engine's options say whether images are split. Raises RequestError for unknown
-        options, and for an invalid one.
+        """Return a copy in which an engine's options say whether images are split. Raises RequestError for unknown or
+        invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

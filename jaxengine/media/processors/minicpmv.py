@@ -147,7 +147,7 @@ class MiniCPMVProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose most_slices, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown options, and for an invalid one.
+        RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

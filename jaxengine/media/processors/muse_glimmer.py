@@ -98,7 +98,7 @@ class MuseGlimmerProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the limits of an engine's options, where they are higher. Raises RequestError for unknown
-        options, and for an invalid one.
+        or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

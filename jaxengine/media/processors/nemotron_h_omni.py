@@ -112,7 +112,7 @@ class NemotronHOmniProcessor(RadioProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the larger of its own and the engine's numbers of patches. Raises RequestError for unknown
-        options, and for an invalid one.
+        or invalid options.
         """
         check_options(options, self.option_names())
         asked, found = self._asked(options), copy(self)

@@ -98,8 +98,8 @@ class TiledRadioProcessor(RadioProcessor):
         return (_TILES,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with the larger of its own and the engine's limit of tiles. Raises RequestError for unknown
-        options, and for an invalid one.
+        """Return a copy with the larger of its own and the engine's limit of tiles. Raises RequestError for unknown or
+        invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

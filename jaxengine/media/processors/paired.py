@@ -40,9 +40,7 @@ class PairedProcessor:
         """Return the processor of a checkpoint for the towers that it is served with: a pair if there are both.
 
         seeing, hearing: makers of the processors, called with the other arguments and a configuration that has the
-        tower alone. folder: folder of the checkpoint. config_json: content of its config.json. model_config:
-        configuration of the model. tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing
-        or invalid files and settings.
+        tower alone. The others, and the errors, are those of jaxengine.media.registry.processor_for.
         """
         towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
         makers = {False: seeing, True: hearing}

@@ -75,7 +75,7 @@ class PixtralProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the longest edge of an engine's options, if that is longer than this processor's. Raises
-        RequestError for unknown options, and for an invalid one.
+        RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found, longest = copy(self), self._asked_longest(options)
@@ -199,8 +199,7 @@ def llava_or_pixtral(
     """Return the processor of a LLaVA checkpoint: a PixtralProcessor if its vision tower is Pixtral's, which takes
     images of any aspect ratio, else a LlavaProcessor.
 
-    folder: folder of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
-    ModelFileError and ModelConfigError for missing or invalid files and settings.
+    Arguments and errors are those of jaxengine.media.registry.processor_for.
     """
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
     return kind(folder, config_json, model_config, tokenizer)

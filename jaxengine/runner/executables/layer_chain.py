@@ -254,9 +254,9 @@ def num_compiled_layers(kinds: Sequence[Hashable], num_tokens: int) -> int:
 
 
 def _groups(kinds: Sequence[Hashable], num_tokens: int) -> tuple[int, int]:
-    """Return (layers of a group, layers that are compiled) of the best chain: the one with the least sum of compiled
-    layers and _COST_OF_MANY for each call. Below FEW_TOKENS a call costs _COST_OF_FEW, among the chains that compile at
-    most _MORE_OF_FEW times as many layers. Arguments: see `num_compiled_layers`.
+    """Return (layers of a group, layers that are compiled) of the best chain: the one with the fewest compiled layers
+    plus _COST_OF_MANY for each call; below FEW_TOKENS plus _COST_OF_FEW, among chains of at most _MORE_OF_FEW times as
+    many. Arguments: see `num_compiled_layers`.
     """
     groups_of = {
         size: [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)] for size in range(len(kinds), 0, -1)
