@@ -27,7 +27,7 @@ _NUMBERED = re.compile(r"<image-(\d+)>")
 
 
 class EagleTiles(TextPlaceholderProcessor):
-    """Base of these processors: of images alone, for which the text <image> stands in prompts."""
+    """Base of this module's processors: of images alone, for which the text <image> stands in prompts."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **TextPlaceholderProcessor.defaults,
