@@ -433,7 +433,9 @@ def read_pair(fields: ConfigFields, name: str, default: tuple[int, int], least: 
 
 
 def _read_form(folder: Path) -> _Form:
-    """Return the tokens around embeddings. Raises ModelFileError for invalid settings."""
+    """Return the tokens around embeddings by the switches in WHOLE, where use_single_crop_col_tokens is by default as
+    image_use_col_tokens. Raises ModelFileError for invalid settings.
+    """
     fields = ConfigFields(read_object(folder, WHOLE) or {})
     try:
         columns, frames, start, special = (

@@ -71,8 +71,8 @@ class WhisperProcessor(AttendedProcessor):
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
 
     def _read(self, fields: ConfigFields, vocab_size: int) -> None:
-        """Set the attributes that follow from generation_config.json (`fields`). vocab_size: exclusive limit of token
-        ids.
+        """Set start, no_timestamps, languages, tasks and rules from generation_config.json (`fields`). vocab_size:
+        exclusive limit of token ids.
 
         Raises ModelConfigError for a missing or invalid field.
         """

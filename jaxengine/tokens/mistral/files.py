@@ -151,9 +151,10 @@ def _size(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _special(listed: Any, count: int, version: int, path: Path) -> list[str]:
-    """Return the `count` special tokens in the order of their ids; ids without one get a name with the id. listed:
-    the field special_tokens; None for the usual tokens, which only versions up to _LAST_UNLISTED allow. Raises
-    ModelFileError for tokens that are not distinct texts with ranks below `count`.
+    """Return the `count` special tokens in the order of their ids; ids without one get a name with the id. listed: the
+    field special_tokens; None for the usual tokens, which only versions up to _LAST_UNLISTED allow. Raises
+    ModelFileError for tokens that are not distinct texts, of 2 to MAX_SPECIAL_CHARS characters, with ranks below
+    `count`.
     """
     if listed is None and version > _LAST_UNLISTED:
         raise ModelFileError(path, f"must be a list in version {version}", "special_tokens")
