@@ -104,8 +104,8 @@ class AriaProcessor(UnitProcessor):
         """Preprocess an image, uint8[H, W, 3], for the tower: the image itself or, if it is split, the squares of the
         size of `sizes` that suits it best.
 
-        options: mm_processor_kwargs, names of `option_names`. most: limit of patches; None for no limit. Raises
-        RequestError for other options and values, extreme aspect ratios, and more patches.
+        options: mm_processor_kwargs, names of `option_names`. most: limit of patches, if any. Raises RequestError for
+        other options and values, extreme aspect ratios, and more patches.
         """
         own = self.with_options(options)
         check_pictures(modality, value, self.modalities, 3)

@@ -177,9 +177,8 @@ class KimiK25Processor(KimiMediaProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, or a video's frames with the time of each chunk.
 
-        value: uint8[H, W, 3] or frames.Video. options: only max_patches. most: limit of patches; None for no limit.
-        Raises RequestError for other options and values, more patches, extreme aspect ratios, and a video of a day or
-        more.
+        value: uint8[H, W, 3] or frames.Video. options: only max_patches. most: limit of patches, if any. Raises
+        RequestError for other options and values, more patches, extreme aspect ratios, and a video of a day or more.
         """
         if modality != "video":
             return super().process(modality, value, options, most)

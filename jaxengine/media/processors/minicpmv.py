@@ -164,8 +164,8 @@ class MiniCPMVProcessor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image, uint8[H, W, 3], into crops and these into patches.
 
-        options: only max_slice_nums. most: limit of patches; None for no limit. Raises RequestError for other options
-        and values, extreme aspect ratios, and more patches.
+        options: only max_slice_nums. most: limit of patches, if any. Raises RequestError for other options and values,
+        extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

@@ -294,8 +294,8 @@ class Molmo2Processor(CropsProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], or a frames.Video, one square for each frame, with their times.
 
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, more patches, and too long a video.
+        options: mm_processor_kwargs. most: limit of patches, if any. Raises RequestError for unknown options, other
+        values, extreme aspect ratios, more patches, and too long a video.
         """
         if modality == "video" and modality in self.modalities:
             frames = self.checked_frames(modality, value, options, most)

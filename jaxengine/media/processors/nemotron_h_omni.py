@@ -135,8 +135,8 @@ class NemotronHOmniProcessor(RadioProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize and cut an image or a video's frames for the tower.
 
-        value: uint8[H, W, 3] or frames.Video. options: numbers of patches. most: limit of patches; None for no limit.
-        Raises RequestError for other options and values, more patches, and images that are too narrow for theirs.
+        value: uint8[H, W, 3] or frames.Video. options: numbers of patches. most: limit of patches, if any. Raises
+        RequestError for other options and values, more patches, and images that are too narrow for theirs.
         """
         check_options(options, self.option_names())
         budget, depth = self._asked(options), self.tower.temporal_patch_size

@@ -60,7 +60,7 @@ class PairedProcessor:
         """Preprocess an item by its modality's processor. For sounds the options are only checked, as options of
         images.
 
-        most: limit of patches; None for no limit. Raises the RequestErrors of that processor.
+        most: limit of patches, if any. Raises the RequestErrors of that processor.
         """
         if modality == AUDIO:
             self.seeing.with_options(options)
@@ -79,8 +79,7 @@ class PairedProcessor:
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its images expanded first, and then its sounds. Only for models without M-RoPE.
 
-        items: by modality, in the order of the prompt. Raises RequestError for another number of items than
-        placeholders.
+        items: by modality, in order. Raises RequestError for another number of items than placeholders.
         """
         seen = self.seeing.expand(token_ids, items)
         heard = self.hearing.expand(seen.token_ids, items)

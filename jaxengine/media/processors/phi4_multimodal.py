@@ -85,8 +85,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         """Preprocess an image, uint8[H, W, 3], for the tower: the whole, then its tiles line by line.
 
         options: mm_processor_kwargs, of which the one named limit_name overrides the limit of tiles. most: limit of
-        patches; None for no limit. Raises RequestError for other options and values, extreme aspect ratios, and more
-        patches.
+        patches, if any. Raises RequestError for other options and values, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

@@ -96,8 +96,8 @@ class PixtralProcessor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize an image, uint8[H, W, 3], and cut it into patches for the tower.
 
-        options: only `size`, its longest edge. most: limit of patches; None for no limit. Raises RequestError for other
-        options and values, more patches, and extreme aspect ratios.
+        options: only `size`, its longest edge. most: limit of patches, if any. Raises RequestError for other options
+        and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
