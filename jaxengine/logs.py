@@ -96,7 +96,9 @@ class _JsonLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as a JSON object in one line, with its exception, if any, as text."""
+        """Return a record as a JSON object in one line: time, level, process, pid, logger, place, message and any
+        exception as text.
+        """
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

@@ -130,8 +130,8 @@ class _Deferred:
 
 
 def _defer() -> tuple[_Deferred, ...]:
-    """Start to defer SIGINT and SIGALRM until `_deliver`, those that have a Python handler. None outside of the main
-    thread.
+    """Start to defer SIGINT and SIGALRM until `_deliver`, those that have a Python handler. Nothing is deferred, and ()
+    returned, outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return ()

@@ -46,7 +46,7 @@ class PoolingMethods(CoreMethods):
         prompts, use_tqdm, lora_request: as for `generate`. pooling_params: one for all or one per prompt; None for the
         model's defaults. truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of
         pooling_params. Raises RequestError for an invalid prompt or parameter, a result that is not finite, or a model
-        that generates text, and EngineDeadError.
+        that generates text, ModelFileError for an adapter, and EngineDeadError.
         """
         batch = as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)

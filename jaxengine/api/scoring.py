@@ -85,8 +85,8 @@ def pairs_of(
 
 
 def content_of(given: Any, name: str, reader: MediaReader) -> Side:
-    """Return a text unchanged, and of an object {"content": parts of a chat message} its Content, or its text if it has
-    no media.
+    """Return a text unchanged, and of an object {"content": parts of a chat message} its Content, placeholders of its
+    media before its texts, which are joined by line ends; its text if it has no media.
 
     name: the field, for errors. reader: reader of the media. Raises RequestError for an empty text, an object of
     another form, and media that cannot be used.

@@ -86,7 +86,8 @@ def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:
-    """Append to each row's "failures", in place, a text for each figure that exceeds the baseline's by more than SLACK.
+    """Append to each row's "failures", in place, a text for each figure, one of FIGURES or for a CPU of CPU_FIGURES,
+    that exceeds the baseline's by more than SLACK.
 
     Rows that the baseline does not have, and rows of programs that did not compile, are left unchanged. Figures that
     either side lacks are not compared, but operations of an element type that only the row has are compared with 0.

@@ -237,7 +237,7 @@ class Metrics:
         self._logged = (now, prompt, generated)
 
     def _counters(self) -> Iterator[Counter]:
-        """Yield the counters of the engine loop, its scheduler and its runner."""
+        """Yield the counters of requests, and of the engine loop, its scheduler, its runner and each bucket."""
         engine, runner, counts = self._engine, self._engine.runner, self._engine.stats
         scheduler = engine.scheduler
         requests = engine.request_stats

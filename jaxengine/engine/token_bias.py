@@ -34,8 +34,8 @@ class TokenBias:
     """Maker of one request's bias rows."""
 
     def __init__(self, request: Request, vocab_size: int):
-        """Compute the constant row from a request's parameters, and index its bad words of several tokens. vocab_size:
-        V.
+        """Compute the constant row from a request's allowed_token_ids, logit_bias and bad words of one token, and index
+        its bad words of several tokens. vocab_size: V.
         """
         params = request.params
         row = np.zeros(vocab_size, np.float32)

@@ -118,7 +118,9 @@ def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compil
 
 
 def _order(one: Ranked, speed: float) -> tuple[object, ...]:
-    """Return the sorting key of a split for `in_order`. speed: level of its decoding speed."""
+    """Return the sorting key of a split for `in_order`. speed: level of its decoding speed. Splits that fit are first,
+    by speed and number of sequences; then those that do not, by what lacks; then those without a plan.
+    """
     if one.plan is None:
         return 2, 0, 0, one.split.pipeline
     if not one.fits:

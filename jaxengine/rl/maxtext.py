@@ -175,7 +175,7 @@ class _Model:
 
     @property
     def _head_dim(self) -> int:
-        """Dimension of a head."""
+        """Dimension of a head: head_dim, by default hidden_size // num_attention_heads."""
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     def location(self, name: str) -> _Location | None:

@@ -323,7 +323,7 @@ class ModelRunner:
 
     def _likely_pages(self) -> int | None:
         """Return the pages of a replica's pool if memory does not limit them, so that they do not depend on what
-        programs need; None if it may.
+        programs need; None if it may, and with enforce_eager.
         """
         try:
             plan = self._plan_memory([StageNeeds(0, 0)] * len(self.stages))

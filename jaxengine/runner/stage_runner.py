@@ -64,7 +64,8 @@ class StageRunner:
         """Store the weights, open the caches of executables, and compile or load the state changes.
 
         params: the model's weights, an nnx.State or its leaves. cache_dir: location of the ExecutableCache, whose
-        ConfigError is raised. extensions: StageExtensions that have weights of their own.
+        ConfigError is raised; on GPUs of several processes nothing is stored. extensions: StageExtensions that have
+        weights of their own.
         """
         self.programs = programs
         self.given: dict[str, Any] = {}
@@ -140,8 +141,8 @@ class StageRunner:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of one device's blocks that the C library keeps after a step on a CPU. All programs must have been
-        compiled.
+        """Bytes of one device's blocks that the C library keeps after a step on a CPU, after the one where it keeps
+        most. All programs must have been compiled.
         """
         steps = []
         for bucket, each in self._forwards.items():
@@ -194,7 +195,9 @@ class StageRunner:
         return StageNeeds(held, forward + self._bytes_beside_forward, extensions, kept)
 
     def plan_pool(self, num_pages: int) -> None:
-        """Store the pool's size in pages per layer and replica, on which the shapes of forward passes depend."""
+        """Store the pool's size in pages per layer and replica, on which the shapes of forward passes depend, also in
+        the extensions; drop passes that were compiled for another size.
+        """
         self._kv_shapes = self.programs.kv_shapes(num_pages)
         self._made = {key: compiled for key, compiled in self._made.items() if key[1] == num_pages}
         for each in self.extensions.values():
@@ -417,7 +420,9 @@ class StageRunner:
 
     @property
     def _kept_of_epilogues(self) -> int:
-        """`kept_bytes` of the epilogue, with its inputs, of which most are kept."""
+        """Most bytes kept after an epilogue: `kept_bytes` of its workspace, and the results of a forward pass that it
+        takes. 0 without epilogues.
+        """
         kept = (
             self.programs.forwarded_bytes(*key) + kept_bytes(workspace_bytes(epilogue.memory_analysis()))
             for key, epilogue in self._epilogues.items()

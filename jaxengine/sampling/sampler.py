@@ -51,7 +51,9 @@ class MoreScores(NamedTuple):
     def add(
         self, found: TokenLogprobs, logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token_ids: jax.Array
     ) -> TokenLogprobs:
-        """Return the logprobs with what this adds to them, from the arguments of `score`."""
+        """Return `found` with the columns of `score` appended to its given_logprobs, and `support` of `kept`, whichever
+        this has.
+        """
         if self.score is not None:
             own = self.score(logits, adjusted, kept, token_ids)
             found = found._replace(given_logprobs=jnp.concatenate([found.given_logprobs, own], axis=1))

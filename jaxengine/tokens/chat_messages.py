@@ -73,7 +73,9 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
 
 
 def lost_instructions(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a rendered text lacks the content of a system or developer message. text: the rendered text."""
+    """Return whether a rendered text lacks the content of a system or developer message, as far as that is a text and
+    without white space around it. text: the rendered text.
+    """
     contents = (message.get("content") for message in messages if message["role"] in _INSTRUCTING)
     return any(isinstance(content, str) and content.strip() not in text for content in contents)
 

@@ -254,8 +254,9 @@ _MODELS: dict[str | None, Callable[[_Parts], Tokenizer]] = {
 
 
 def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
-    """Return the ids of the special tokens in GGUF metadata. values: the metadata by key. path: path of the file, for
-    errors. Raises ModelFileError for ids outside the vocabulary.
+    """Return the ids of the special tokens in GGUF metadata; turn_ends are eot and eom, the listed ends, and tokens
+    whose names end turns. values: the metadata by key. path: path of the file, for errors. Raises ModelFileError for
+    ids outside the vocabulary.
     """
     metadata = _Metadata(values, path)
     size = len(metadata.texts("tokens"))

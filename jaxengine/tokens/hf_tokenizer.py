@@ -104,8 +104,9 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
 
 
 def _of_ranks(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:
-    """Return the tokenizer of a file of tiktoken's ranks, and a copy of `config` with the special tokens that the model
-    family's code names where config names none. Returns None if the folder has no such file.
+    """Return the tokenizer of a file of tiktoken's ranks, that of the tokenizer_class or else Llama 3's, and a copy of
+    `config` with the special tokens that the model family's code names where config names none. Returns None if the
+    folder has no such file.
 
     Raises ModelFileError for invalid files.
     """

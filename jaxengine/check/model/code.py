@@ -14,7 +14,8 @@ _SHARED_ON_TPU = 2
 
 
 def layers_with_code(backend: str, layers: int, *, of_tower: bool = False) -> int:
-    """Return the number of layers whose code a program holds; the others share it.
+    """Return the number of layers whose code a program holds; the others share it: on CPUs at most _MOST_ON_CPU, on
+    TPUs _SHARED_ON_TPU of a model of more than _MOST_ON_TPU layers, else all.
 
     backend: as `jax.default_backend` names it. layers: number of layers of the model, or with of_tower of an encoder
     tower.

@@ -368,7 +368,7 @@ class StagePrograms:
 
     @property
     def _exchanged_itemsize(self) -> int:
-        """Bytes of an element of activations while devices exchange them."""
+        """Bytes of an element of activations while devices exchange them: 4 on CPUs, else of the dtype."""
         # XLA:CPU exchanges bfloat16 as float32.
         return 4 if self._platform == "cpu" else jnp.dtype(self.config.dtype).itemsize
 
@@ -378,8 +378,8 @@ class StagePrograms:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _must_not_copy(self, num_logits: int, kv: Any) -> MustNotCopy:
-        """Return the arrays that a step must not copy: the pool `kv`, weights, and large state arrays and adapter
-        pools.
+        """Return the arrays that a step must not copy: the pool `kv`, weight matrices, and state arrays and adapter
+        pools of _SMALL bytes or more.
 
         num_logits: rows of the step's logits. An array of their type is left out, because the logits may have a state's
         type.

@@ -209,7 +209,7 @@ class Several(argparse._ExtendAction):
     """Action of a flag that takes several words: values, or lists of values, which are joined to one list."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Add the values to the flag's list."""
+        """Add the values, of lists and tuples their elements, to the flag's list."""
         flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
         super().__call__(parser, namespace, flat, option_string)
 

@@ -35,7 +35,7 @@ class LoraOptions:
 
     @property
     def num_cpu_loras(self) -> int:
-        """Number of adapters kept in host memory."""
+        """Number of adapters kept in host memory: max_cpu_loras, by default max_loras."""
         return self.max_cpu_loras or self.max_loras
 
 

@@ -108,7 +108,9 @@ class PoolingModel:
 
     @property
     def cut_side(self) -> str:
-        """Side on which a prompt that is too long loses tokens unless the request says otherwise: "left" or "right"."""
+        """Side on which a prompt that is too long loses tokens unless the request says otherwise: "right" of an encoder
+        (with token_rows), else "left".
+        """
         return "left" if self.token_rows is None else "right"
 
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:

@@ -153,7 +153,7 @@ class SpeculativeConfig:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether the drafter reads the model's hidden states."""
+        """Whether the drafter, an MTP layer or one of HEADS, reads the model's hidden states."""
         return self.method in (MTP, *HEADS)
 
     @property

@@ -40,7 +40,7 @@ class KVEventsConfig:
 
     @property
     def publishes(self) -> bool:
-        """Whether events are published."""
+        """Whether events are published: enable_kv_cache_events is set, and the publisher is not NULL."""
         return self.enable_kv_cache_events and self.publisher != NULL
 
     @staticmethod

@@ -62,7 +62,7 @@ class KVHandover:
 
     @property
     def produces(self) -> bool:
-        """Whether the engine sends pages."""
+        """Whether the engine sends pages, as it does in every kv_role but CONSUMER."""
         return self.kv_role != CONSUMER
 
 

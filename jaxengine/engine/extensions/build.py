@@ -219,7 +219,8 @@ class Extensions:
 
     def _absent_utilities(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Yield (name, function) for the utilities of the adapters, weights and media extensions if these have not been
-        made.
+        made: functions that return what is true without them, those of weights make the extension first, and those that
+        load or unload adapters raise RequestError.
         """
         if "adapters" not in self.by_name:
             yield from (("adapter_forms", list), ("adapters", list))

@@ -150,7 +150,9 @@ class RoutedExperts(LoopExtension):
         self._progress.pop(request, None)
 
     def _rows_of(self, rank: Rank, batch: ScheduledBatch) -> list[_Rows]:
-        """Return the tokens, one entry per request, of a replica's batch that has just been scheduled."""
+        """Return the tokens, one entry per request, of a replica's batch that has just been scheduled, with the pages
+        that have them and, of admitted requests, those of the cached prefix.
+        """
         slots, found, size = rank.slots, [], self._page_size
         ends, counts = slots.num_computed[batch.slots].tolist(), batch.num_scheduled.tolist()
         admitted = set(map(id, batch.admitted))

@@ -70,8 +70,8 @@ class StepWork(LoopExtension):
         yield Counter("vllm:estimated_write_bytes_per_gpu", self.write_bytes)
 
     def _add(self, model: Any, config: Any) -> None:
-        """Add a stage's work to the tables by position and number of tokens. model: the stage's, abstract. config: the
-        engine's, resolved.
+        """Add a stage's work to the tables, of attention by position, of products and weights by number of tokens, and
+        to the constants of a token, row and state. model: the stage's, abstract. config: the engine's, resolved.
         """
         kinds = [model.config.attention[layer] for layer in model.stage.layers]
         attending = [each for each in kinds if each.attends]

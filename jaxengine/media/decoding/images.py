@@ -147,8 +147,8 @@ def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFi
     """Return (image, file): an image opened by its header, without decoding pixels, and the file that it reads from,
     which limits the time of decoding.
 
-    data: bytes of a file. Raises MediaError for another type, damage, and more bytes, pixels, scans, tiles or entries
-    than options and this module allow.
+    data: bytes of a file. Raises MediaError for another type, damage, and more bytes, pixels, scans, colour profiles,
+    tiles or entries than options and this module allow.
     """
     check_bytes(len(data), options.max_media_bytes)
     name = image_type(data)
@@ -308,8 +308,9 @@ def _on_colour(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
 
 
 def _from_array(value: np.ndarray, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Convert an array of a form that `read_image` accepts to uint8 [H, W, 3], and take its pixels from the budget. A
-    contiguous array of this form is returned itself, not copied.
+    """Convert an array of a form that `read_image` accepts (grey, RGB, or RGBA, which is blended with
+    options.background) to uint8 [H, W, 3], and take its pixels from the budget. A contiguous array of this form is
+    returned itself, not copied.
 
     Raises MediaError for other arrays, and for too many pixels.
     """

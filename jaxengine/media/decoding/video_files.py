@@ -49,7 +49,8 @@ def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Vid
 
 
 def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode sampled frames of an opened container of the type `name`, and return them as a video.
+    """Decode sampled frames of an opened container of the type `name`, and return them as a video, whose times count
+    from its first frame.
 
     options: limits and sampling. budget: the pixels of the frames are taken from it. Raises MediaError for no video or
     frame in it, a codec that is not allowed, too many or too large frames, fewer frames than announced, and after

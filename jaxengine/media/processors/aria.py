@@ -80,7 +80,9 @@ class AriaProcessor(UnitProcessor):
         return NAMES[:3]
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with an engine's options. Raises RequestError for unknown options, and for an invalid one."""
+        """Return a copy with the options' `most`, `least`, whose default is its own but at most `most`, and `splits`.
+        Raises RequestError for unknown or invalid options.
+        """
         check_options(options, self.option_names())
         found = copy(self)
         found.most = integer_option(options, _MOST, self.most, MAX_SIDE)
@@ -99,10 +101,11 @@ class AriaProcessor(UnitProcessor):
         return max(self.sizes, key=lambda size: self._num_crops(size, self.most))
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], for the tower.
+        """Preprocess an image, uint8[H, W, 3], for the tower: the image itself or, if it is split, the squares of the
+        size of `sizes` that suits it best.
 
-        options: mm_processor_kwargs, names of `option_names`. most: limit of patches; None for no limit. Raises
-        RequestError for other options and values, extreme aspect ratios, and more patches.
+        options: mm_processor_kwargs, names of `option_names`. most: limit of patches, if any. Raises RequestError for
+        other options and values, extreme aspect ratios, and more patches.
         """
         own = self.with_options(options)
         check_pictures(modality, value, self.modalities, 3)
@@ -156,8 +159,9 @@ class AriaProcessor(UnitProcessor):
         return math.ceil(size[0] / side) * math.ceil(size[1] / side)
 
     def _fitted(self, crop: np.ndarray) -> np.ndarray:
-        """Return a crop, uint8[H, W, 3], scaled to `most` and `least` and normalised, f32[H', W', 3]: whole patches,
-        with black pixels at the right and at the bottom of those that it fills in part.
+        """Return a crop, uint8[H, W, 3], scaled to a longer side of `most` and a shorter one of at least `least`
+        pixels, and normalised, f32[H', W', 3]: whole patches, with black pixels at the right and at the bottom of those
+        that it fills in part.
         """
         patch = self.patch
         scale = self.most / max(crop.shape[:2])

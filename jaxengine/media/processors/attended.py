@@ -105,7 +105,9 @@ class PieceProcessor(AttendedProcessor):
         return " "
 
     def pieces(self, samples: np.ndarray) -> list[np.ndarray]:
-        """Return the parts, in order, of samples f32[N], N >= 1, of at most `most` samples each; views."""
+        """Return the parts, in order, of samples f32[N], N >= 1, of at most `most` samples each; views. Each but the
+        last ends at the quietest place of the last `search` samples that it may have.
+        """
         found, begin = [], 0
         while begin + self.most < len(samples):
             end = self._quietest(samples, max(begin, begin + self.most - self.search), begin + self.most)
@@ -114,7 +116,10 @@ class PieceProcessor(AttendedProcessor):
         return [*found, samples[begin:]]
 
     def _quietest(self, samples: np.ndarray, begin: int, end: int) -> int:
-        """Return the index in samples f32[N], from `begin` on and before `end`, at which a piece ends."""
+        """Return the index in samples f32[N], from `begin` on and before `end`, at which a piece ends: the beginning of
+        the window of `window` samples with the least mean square, the last window left out; the middle if there is no
+        other.
+        """
         count = (end - begin - 1) // self.window  # the last window is not considered
         if count < 1:
             return (begin + end) // 2

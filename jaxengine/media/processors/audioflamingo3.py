@@ -110,7 +110,9 @@ class GlmAsrProcessor(AskedTranscripts, AudioFlamingo3Processor):
     around = ("<|begin_of_audio|>", "<|end_of_audio|>")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises what AudioFlamingo3Processor does."""
+        """Read the checkpoint's settings, and `request`, its default_transcription_prompt. Raises what
+        AudioFlamingo3Processor does.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
         try:

@@ -64,8 +64,8 @@ class CohereAsrProcessor(PieceProcessor):
         self.settings = f"{type(self).__name__} {self.num_frames} {sorted(features.raw.items(), key=str)}"
 
     def _read(self, features: ConfigFields) -> None:
-        """Set the attributes that follow from the settings of spectrograms. Raises ModelConfigError for a value that is
-        not allowed.
+        """Set most, search, window, preemphasis and dither from the settings of spectrograms. Raises ModelConfigError
+        for a value that is not allowed.
         """
 
         def number(name: str, default: float, most: float) -> float:

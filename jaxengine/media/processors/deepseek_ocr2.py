@@ -84,8 +84,8 @@ class DeepseekOcr2Processor(TilesProcessor):
         """Preprocess an image, uint8[H, W, 3]: its tiles, if a side is longer than a tile's, and then the whole image
         in a square.
 
-        options: names of option_names. most: limit of patches; None for no limit. Raises RequestError for other options
-        and values, an extreme aspect ratio, and more patches.
+        options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
+        values, an extreme aspect ratio, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

@@ -97,8 +97,8 @@ class DeepseekVL2Processor(UnitProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3]: fitted into a square, and into the best of `sizes`, cut into tiles.
 
-        options: names of option_names. most: limit of patches; None for no limit. Raises RequestError for other options
-        and values, an extreme aspect ratio, and more patches.
+        options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
+        values, an extreme aspect ratio, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

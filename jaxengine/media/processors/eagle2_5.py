@@ -27,7 +27,7 @@ _NUMBERED = re.compile(r"<image-(\d+)>")
 
 
 class EagleTiles(TextPlaceholderProcessor):
-    """Base of these processors: of images alone, for which the text <image> stands in prompts."""
+    """Base of this module's processors: of images alone, for which the text <image> stands in prompts."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **TextPlaceholderProcessor.defaults,
@@ -74,8 +74,8 @@ class EagleProcessor(EagleTiles):
         return Pixels.read(ConfigFields({**fields.raw, "do_resize": True}))
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits
-        out of range.
+        """Read and set the limits of tiles and whether the whole image follows them (use_thumbnail). Raises
+        ModelConfigError for a size other than the tower's, and for limits out of range.
         """
         names = {"min_patches": "min_dynamic_tiles", "max_patches": "max_dynamic_tiles"}
         limits = {ours: fields.value(theirs) for ours, theirs in names.items() if fields.has(theirs)}
@@ -128,6 +128,8 @@ class NemotronEmbedProcessor(EagleTiles):
 
 
 def eagle2_5(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> EagleTiles:
-    """Return the processor of a checkpoint with Eagle 2.5's tower. Arguments and errors are those of UnitProcessor."""
+    """Return the processor of a checkpoint with Eagle 2.5's tower: NemotronEmbedProcessor if its config.json has
+    llm_config, else EagleProcessor. Arguments and errors are those of UnitProcessor.
+    """
     kind = NemotronEmbedProcessor if "llm_config" in config_json else EagleProcessor
     return kind(folder, config_json, model_config, tokenizer)

@@ -93,7 +93,8 @@ class FunAsrNanoProcessor(SoundProcessor):
         return Processed(np.zeros((count, 0), np.float32), *self._placed(rows, count), rows, (1, count, 1))
 
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that request a transcript of a sound.
+        """Return the messages that request a transcript of a sound: one of the user, with the sound, the context and
+        the language.
 
         language: a key of `languages`; None lets the model detect it. context: text that may help; "" for none. Raises
         KeyError for another language.
@@ -106,7 +107,9 @@ class FunAsrNanoProcessor(SoundProcessor):
         return [{"role": "user", "content": content}]
 
     def _placed(self, num_rows: int, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the result of `placed` for a sound of num_rows patches among num_frames."""
+        """Return the result of `placed` for a sound of num_rows patches among num_frames: columns i32[2, num_frames], 0
+        and the patch's number from 1, and rows i32[num_frames], its number from 0; all are -1 in padding.
+        """
         places = np.arange(num_frames, dtype=np.int32)
         rows = np.where(places < num_rows, places, -1).astype(np.int32)
         return np.stack([np.minimum(rows, 0), np.where(rows < 0, -1, rows + 1)]).astype(np.int32), rows

@@ -112,8 +112,8 @@ class Gemma3Processor(UnitProcessor):
         return merged_newlines(token_ids, owners, self.tokenizer)
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """Cut an elongated image, uint8 [H, W, 3], into a row or column of crops: at least two unless options limit
-        them to one.
+        """Cut an elongated image, uint8 [H, W, 3], into a row or column of crops: as many as the rounded ratio of its
+        sides, or as have the least size, at least two unless options limit them to one.
 
         [] for an image whose sides' ratio is below the limit, or whose crops would be too small. options:
         mm_processor_kwargs. Raises RequestError for an invalid option.

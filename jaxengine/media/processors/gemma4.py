@@ -108,8 +108,8 @@ class Gemma4Processor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize and cut an image or a video's frames for the tower.
 
-        value: uint8[H, W, 3] or frames.Video. options: only max_soft_tokens. most: limit of patches; None for no limit.
-        Raises RequestError for other options and values, more patches, and extreme aspect ratios.
+        value: uint8[H, W, 3] or frames.Video. options: only max_soft_tokens. most: limit of patches, if any. Raises
+        RequestError for other options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)

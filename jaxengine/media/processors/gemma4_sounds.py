@@ -34,8 +34,7 @@ def gemma4(
     """Return the processor of Gemma4ForConditionalGeneration for the towers that it is served with; a PairedProcessor
     for one tower of each kind.
 
-    folder: folder of the checkpoint. config_json: content of its config.json. model_config: configuration of the model.
-    tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing or invalid files and settings.
+    Arguments and errors are those of jaxengine.media.registry.processor_for.
     """
     kinds = Gemma4Processor, Gemma4SoundProcessor
     return PairedProcessor.of_towers(*kinds, folder, config_json, model_config, tokenizer)

@@ -62,8 +62,8 @@ class Glm4v9bProcessor(TextPlaceholder, UnitProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3]. The rows of its beginning and its end come after those of patches.
 
-        options: none are known. most: limit of patches; None for no limit. Raises RequestError for options, other
-        values, extreme aspect ratios, and more patches.
+        options: none are known. most: limit of patches, if any. Raises RequestError for options, other values, extreme
+        aspect ratios, and more patches.
         """
         made = super().process(modality, value, options, most)
         ends = np.zeros((self.tower.unit - len(made.patches), made.patches.shape[1]), np.float32)

@@ -63,7 +63,7 @@ class H2OVLProcessor(InternVLChatProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return the copy of TilesProcessor.with_options, in which `use_msac` of an engine's options counts, too.
-        Raises RequestError for unknown options, and for an invalid one.
+        Raises RequestError for unknown or invalid options.
         """
         found = copy(super().with_options(options))
         found.twice = boolean_option(options, _TWICE, self.twice)
@@ -91,7 +91,8 @@ class H2OVLProcessor(InternVLChatProcessor):
 
     def _tilings(self, height: int, width: int, options: Mapping[str, Any]) -> list[tuple[int, int]] | None:
         """Return the (rows, columns) of the tilings of an image of height x width pixels that is cut twice, the second
-        tiling first, without those of one tile; None for one that is not. Raises RequestError for an invalid option.
+        tiling first, without those of one tile: the second is the nearest with _LEAST tiles or more whose rows and
+        columns do not divide those of the first; None for one that is not. Raises RequestError for an invalid option.
         """
         _, most, crops = self._limits(options)
         if not boolean_option(options, _TWICE, self.twice) or not crops:

@@ -62,8 +62,8 @@ class Idefics2Processor(UnitProcessor):
         return (_SPLIT,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy in which an engine's options say whether images are split. Raises RequestError for unknown
-        options, and for an invalid one.
+        """Return a copy in which an engine's options say whether images are split. Raises RequestError for unknown or
+        invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -74,11 +74,11 @@ class Idefics2Processor(UnitProcessor):
         return self.longest, self.longest
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], for the tower.
+        """Preprocess an image, uint8[H, W, 3], for the tower, after its four quarters if it is split.
 
-        options: mm_processor_kwargs, of which `do_image_splitting` overrides `splits`. most: limit of patches; None for
-        no limit. Raises RequestError for other options and values, extreme aspect ratios, more patches, and for an
-        image with a side of one pixel that is to be split.
+        options: mm_processor_kwargs, of which `do_image_splitting` overrides `splits`. most: limit of patches, if any.
+        Raises RequestError for other options and values, extreme aspect ratios, more patches, and for an image with a
+        side of one pixel that is to be split.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

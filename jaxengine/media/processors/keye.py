@@ -35,8 +35,7 @@ class KeyeProcessor(PaddleOcrVLProcessor):
         """Return the prompt with each placeholder repeated as often as its item has embeddings, and with M-RoPE
         positions, of which those of each frame of a video follow those of the one before.
 
-        items: by modality, in the order of the prompt. Raises RequestError for another number of items than
-        placeholders.
+        items: by modality, in order. Raises RequestError for another number of items than placeholders.
         """
         found, runs = super().expand(token_ids, items), list[EmbeddingRun]()
         for places, (modality, number) in zip(found.positions, found.order, strict=True):

@@ -177,9 +177,8 @@ class KimiK25Processor(KimiMediaProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, or a video's frames with the time of each chunk.
 
-        value: uint8[H, W, 3] or frames.Video. options: only max_patches. most: limit of patches; None for no limit.
-        Raises RequestError for other options and values, more patches, extreme aspect ratios, and a video of a day or
-        more.
+        value: uint8[H, W, 3] or frames.Video. options: only max_patches. most: limit of patches, if any. Raises
+        RequestError for other options and values, more patches, extreme aspect ratios, and a video of a day or more.
         """
         if modality != "video":
             return super().process(modality, value, options, most)
@@ -245,7 +244,8 @@ class KimiK25Processor(KimiMediaProcessor):
         return self.expand_chunks(token_ids, items, self._chunks, self.embedded_ids)
 
     def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
-        """Return the chunks of a video (`item`). An image is one chunk, without tokens around its embeddings.
+        """Return the chunks of a video (`item`), one for each temporal step, with its time before it. An image is one
+        chunk, without tokens around its embeddings.
 
         Raises RequestError for a video without a tokenizer.
         """

@@ -90,7 +90,7 @@ class KimiVLProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the limit of patches of an engine's options, where that is higher. Raises RequestError for
-        unknown options, and for an invalid one.
+        unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

@@ -112,7 +112,7 @@ class Lfm2VlProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose limits, and so its largest image, are overridden by an engine's options. Raises
-        RequestError for unknown options, and for an invalid one.
+        RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

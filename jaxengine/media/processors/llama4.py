@@ -104,7 +104,7 @@ class Llama4Processor(UnitProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose max_tiles and fills, and so its largest image, are overridden by an engine's options.
-        Raises RequestError for unknown options, and for an invalid one.
+        Raises RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

@@ -90,8 +90,8 @@ class LlavaNextProcessor(LlavaProcessor):
         """Preprocess an image, uint8[H, W, 3], in tiles for the tower; its rows leave out black margins, and include
         the newline after each line.
 
-        most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
-        ratios, and more patches.
+        most: limit of patches, if any. Raises RequestError for any option, other values, extreme aspect ratios, and
+        more patches.
         """
         made = super().process(modality, value, options, most)
         height, width, _ = value.shape

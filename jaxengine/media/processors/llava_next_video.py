@@ -39,8 +39,8 @@ class LlavaNextVideoProcessor(LlavaFramesProcessor):
         """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is a unit. The one
         column of patches is 0 for an image, 1 for frames.
 
-        most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
-        ratios, and more patches.
+        most: limit of patches, if any. Raises RequestError for any option, other values, extreme aspect ratios, and
+        more patches.
         """
         if modality != "video":
             made = super().process(modality, value, options, most)

@@ -31,8 +31,8 @@ class LlavaOnevisionProcessor(LlavaFramesProcessor):
         """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is stretched to a
         tile.
 
-        most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
-        ratios, and more patches.
+        most: limit of patches, if any. Raises RequestError for any option, other values, extreme aspect ratios, and
+        more patches.
         """
         if modality != "video":
             return super().process(modality, value, options, most)

@@ -119,7 +119,7 @@ class MiniCPMVProcessor(GridProcessor):
         return {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
     def check_tower(self, fields: ConfigFields) -> None:
-        """Raise ModelConfigError for settings that do not fit the tower."""
+        """Raise ModelConfigError for another patch_size or downsample_mode than the tower's."""
         joined = self.tower.joined_after is not None
         fields.require(patch_size=self.tower.patch_size)
         if fields.text(_MODE, "16x" if joined else "4x") != ("16x" if joined else "4x"):
@@ -147,7 +147,7 @@ class MiniCPMVProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose most_slices, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown options, and for an invalid one.
+        RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -164,8 +164,8 @@ class MiniCPMVProcessor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image, uint8[H, W, 3], into crops and these into patches.
 
-        options: only max_slice_nums. most: limit of patches; None for no limit. Raises RequestError for other options
-        and values, extreme aspect ratios, and more patches.
+        options: only max_slice_nums. most: limit of patches, if any. Raises RequestError for other options and values,
+        extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)

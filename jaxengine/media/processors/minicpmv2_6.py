@@ -114,7 +114,6 @@ class ResampledProcessor(TextPlaceholder, MiniCPMVProcessor):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the expanded prompt of MiniCPMVProcessor.expand, after replacing the tokens of each placeholder text.
-        items: by modality, in the order of the prompt. Raises RequestError for another number of items than
-        placeholders.
+        items: by modality, in order. Raises RequestError for another number of items than placeholders.
         """
         return super().expand(self.with_tokens(token_ids), items)

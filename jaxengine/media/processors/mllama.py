@@ -45,8 +45,8 @@ class MllamaProcessor(UnitProcessor):
         """Preprocess an image, uint8[H, W, 3], for the tower: the patches of all tiles, zeros in those that are not
         used, and as their one column the number of its tiling, from 1.
 
-        most: limit of patches; None for no limit. Raises RequestError for any option, other values, extreme aspect
-        ratios, and more patches.
+        most: limit of patches, if any. Raises RequestError for any option, other values, extreme aspect ratios, and
+        more patches.
         """
         check_options(options, ())
         check_pictures(modality, value, self.modalities, 3)

@@ -98,8 +98,8 @@ class MolmoProcessor(CropsProcessor):
         """Preprocess an image, uint8[H, W, 3]: the patches of its units, with the marks of `_padding` as their one
         column and the rows of `_order`.
 
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, and more patches.
+        options: mm_processor_kwargs. most: limit of patches, if any. Raises RequestError for unknown options, other
+        values, extreme aspect ratios, and more patches.
         """
         made = super().process(modality, value, options, most)
         grid = self.tower.vit.grid

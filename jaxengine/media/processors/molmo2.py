@@ -107,7 +107,7 @@ class CropsProcessor(UnitProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose limit of crops, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown options, and for an invalid one.
+        RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -294,8 +294,8 @@ class Molmo2Processor(CropsProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], or a frames.Video, one square for each frame, with their times.
 
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, more patches, and too long a video.
+        options: mm_processor_kwargs. most: limit of patches, if any. Raises RequestError for unknown options, other
+        values, extreme aspect ratios, more patches, and too long a video.
         """
         if modality == "video" and modality in self.modalities:
             frames = self.checked_frames(modality, value, options, most)
@@ -351,7 +351,8 @@ class Molmo2Processor(CropsProcessor):
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its placeholders expanded for its items, given by modality in order, after the
         tokenizer's first token, which is added where it is missing. With a video the prompt's text is tokenized again,
-        because the first frame's time belongs to the text before it.
+        because the first frame's time belongs to the text before it. `joint` of the result are the positions of all
+        tokens of items.
 
         Raises RequestError for another number of items than placeholders, for several videos, and for a video with
         images.
@@ -432,7 +433,9 @@ def read_pair(fields: ConfigFields, name: str, default: tuple[int, int], least: 
 
 
 def _read_form(folder: Path) -> _Form:
-    """Return the tokens around embeddings. Raises ModelFileError for invalid settings."""
+    """Return the tokens around embeddings by the switches in WHOLE, where use_single_crop_col_tokens is by default as
+    image_use_col_tokens. Raises ModelFileError for invalid settings.
+    """
     fields = ConfigFields(read_object(folder, WHOLE) or {})
     try:
         columns, frames, start, special = (

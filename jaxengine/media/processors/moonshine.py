@@ -60,8 +60,9 @@ class MoonshineProcessor(PieceProcessor):
         return [self.start]
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Return a Sound as one item: its samples in patches, padded with zeros that do not count, except that a sound
-        of fewer samples than the convolutions span is padded with zeros that do. most: not used.
+        """Return a Sound as one item: its samples, with do_normalize of mean 0 and variance 1, in patches, padded with
+        zeros that do not count, except that a sound of fewer samples than the convolutions span is padded with zeros
+        that do. most: not used.
 
         Raises RequestError for any option, longer sounds, and other values.
         """

@@ -98,7 +98,7 @@ class MuseGlimmerProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the limits of an engine's options, where they are higher. Raises RequestError for unknown
-        options, and for an invalid one.
+        or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -115,8 +115,8 @@ class MuseGlimmerProcessor(GridProcessor):
         """Resize and cut an image or a video's frames for the tower.
 
         value: uint8[H, W, 3] or frames.Video. options: max_image_tokens and max_video_frame_tokens, limits of
-        embeddings. most: limit of patches; None for no limit. Raises RequestError for other options and values, more
-        patches, and extreme aspect ratios.
+        embeddings. most: limit of patches, if any. Raises RequestError for other options and values, more patches, and
+        extreme aspect ratios.
         """
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)

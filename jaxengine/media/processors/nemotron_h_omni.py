@@ -112,7 +112,7 @@ class NemotronHOmniProcessor(RadioProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the larger of its own and the engine's numbers of patches. Raises RequestError for unknown
-        options, and for an invalid one.
+        or invalid options.
         """
         check_options(options, self.option_names())
         asked, found = self._asked(options), copy(self)
@@ -135,8 +135,8 @@ class NemotronHOmniProcessor(RadioProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize and cut an image or a video's frames for the tower.
 
-        value: uint8[H, W, 3] or frames.Video. options: numbers of patches. most: limit of patches; None for no limit.
-        Raises RequestError for other options and values, more patches, and images that are too narrow for theirs.
+        value: uint8[H, W, 3] or frames.Video. options: numbers of patches. most: limit of patches, if any. Raises
+        RequestError for other options and values, more patches, and images that are too narrow for theirs.
         """
         check_options(options, self.option_names())
         budget, depth = self._asked(options), self.tower.temporal_patch_size

@@ -28,8 +28,7 @@ def nemotron_h_omni(
 ) -> MediaProcessor:
     """Return the processor of NemotronH_Omni_Reasoning_V3 for the towers that it is served with.
 
-    folder: folder of the checkpoint. config_json: content of its config.json. model_config: configuration of the model.
-    tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing or invalid files and settings.
+    Arguments and errors are those of jaxengine.media.registry.processor_for.
     """
     kinds = NemotronHOmniProcessor, NemotronSoundProcessor
     return NemotronPairedProcessor.of_towers(*kinds, folder, config_json, model_config, tokenizer)

@@ -98,8 +98,8 @@ class TiledRadioProcessor(RadioProcessor):
         return (_TILES,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with the larger of its own and the engine's limit of tiles. Raises RequestError for unknown
-        options, and for an invalid one.
+        """Return a copy with the larger of its own and the engine's limit of tiles. Raises RequestError for unknown or
+        invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -109,7 +109,7 @@ class TiledRadioProcessor(RadioProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image into tiles, which the whole follows if `adds_whole`, or resize a video's frames to one each.
 
-        value: uint8[H, W, 3] or frames.Video. options: max_num_tiles. most: limit of patches; None for no limit. Raises
+        value: uint8[H, W, 3] or frames.Video. options: max_num_tiles. most: limit of patches, if any. Raises
         RequestError for other options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())

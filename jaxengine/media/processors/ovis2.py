@@ -88,8 +88,8 @@ class Ovis2Processor(TextPlaceholderProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower; its rows include those of indicators.
 
-        most: limit of patches; None for no limit. Raises RequestError for an invalid option, other values, extreme
-        aspect ratios, and more patches.
+        most: limit of patches, if any. Raises RequestError for an invalid option, other values, extreme aspect ratios,
+        and more patches.
         """
         made = super().process(modality, value, options, most)
         per_unit, unit = self.tower.vit.num_patches, self.tower.unit

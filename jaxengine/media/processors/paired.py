@@ -40,9 +40,7 @@ class PairedProcessor:
         """Return the processor of a checkpoint for the towers that it is served with: a pair if there are both.
 
         seeing, hearing: makers of the processors, called with the other arguments and a configuration that has the
-        tower alone. folder: folder of the checkpoint. config_json: content of its config.json. model_config:
-        configuration of the model. tokenizer: None without one. Raises ModelFileError and ModelConfigError for missing
-        or invalid files and settings.
+        tower alone. The others, and the errors, are those of jaxengine.media.registry.processor_for.
         """
         towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
         makers = {False: seeing, True: hearing}
@@ -62,7 +60,7 @@ class PairedProcessor:
         """Preprocess an item by its modality's processor. For sounds the options are only checked, as options of
         images.
 
-        most: limit of patches; None for no limit. Raises the RequestErrors of that processor.
+        most: limit of patches, if any. Raises the RequestErrors of that processor.
         """
         if modality == AUDIO:
             self.seeing.with_options(options)
@@ -81,8 +79,7 @@ class PairedProcessor:
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its images expanded first, and then its sounds. Only for models without M-RoPE.
 
-        items: by modality, in the order of the prompt. Raises RequestError for another number of items than
-        placeholders.
+        items: by modality, in order. Raises RequestError for another number of items than placeholders.
         """
         seen = self.seeing.expand(token_ids, items)
         heard = self.hearing.expand(seen.token_ids, items)

@@ -85,8 +85,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         """Preprocess an image, uint8[H, W, 3], for the tower: the whole, then its tiles line by line.
 
         options: mm_processor_kwargs, of which the one named limit_name overrides the limit of tiles. most: limit of
-        patches; None for no limit. Raises RequestError for other options and values, extreme aspect ratios, and more
-        patches.
+        patches, if any. Raises RequestError for other options and values, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -146,7 +145,8 @@ class Phi4MultimodalProcessor(LimitedTiles):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the expanded prompt of UnitProcessor.expand, after replacing the tokens of each numbered placeholder
-        text by the placeholder token. Raises RequestError for another number of items than placeholders.
+        text by the placeholder token, unless the prompt already has that. Raises RequestError for another number of
+        items than placeholders.
         """
         found, at, tokenizer = list(token_ids), 0, self.tokenizer
         numbered = () if self.image_id in found else items.get("image", ())
@@ -188,7 +188,8 @@ class Phi4MultimodalProcessor(LimitedTiles):
         return out.reshape(-1, out.shape[-1])
 
     def _arranged(self, patches: np.ndarray, tiles: tuple[int, int], used: tuple[int, int]) -> Processed:
-        """Return the item of an image's patches, f32[P, F], those of the whole first.
+        """Return the item of an image's patches, f32[P, F], those of the whole first. Its embeddings are the tiles'
+        lines, each with its end, a separator, and the whole's lines.
 
         tiles: (rows, columns) of tiles. used: (lines, columns) of patches of all tiles together that are not margin.
         """

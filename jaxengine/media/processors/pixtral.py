@@ -75,7 +75,7 @@ class PixtralProcessor(GridProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy with the longest edge of an engine's options, if that is longer than this processor's. Raises
-        RequestError for unknown options, and for an invalid one.
+        RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found, longest = copy(self), self._asked_longest(options)
@@ -96,8 +96,8 @@ class PixtralProcessor(GridProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize an image, uint8[H, W, 3], and cut it into patches for the tower.
 
-        options: only `size`, its longest edge. most: limit of patches; None for no limit. Raises RequestError for other
-        options and values, more patches, and extreme aspect ratios.
+        options: only `size`, its longest edge. most: limit of patches, if any. Raises RequestError for other options
+        and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -199,8 +199,7 @@ def llava_or_pixtral(
     """Return the processor of a LLaVA checkpoint: a PixtralProcessor if its vision tower is Pixtral's, which takes
     images of any aspect ratio, else a LlavaProcessor.
 
-    folder: folder of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
-    ModelFileError and ModelConfigError for missing or invalid files and settings.
+    Arguments and errors are those of jaxengine.media.registry.processor_for.
     """
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
     return kind(folder, config_json, model_config, tokenizer)

@@ -166,8 +166,8 @@ class Qwen2VLProcessor(GridProcessor):
         """Resize and cut an image or a video's frames for the tower.
 
         value: uint8[H, W, 3] or frames.Video. options: bounds of their pixels, min_pixels, max_pixels or size. most:
-        limit of patches; None for no limit. Raises RequestError for other options and values, more patches, and extreme
-        aspect ratios.
+        limit of patches, if any. Raises RequestError for other options and values, more patches, and extreme aspect
+        ratios.
         """
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)

@@ -115,8 +115,7 @@ class OmniProcessor(PairedProcessor):
 def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
     """Return the processor of Qwen2.5-Omni for the towers that it is served with.
 
-    folder: folder of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
-    ModelFileError and ModelConfigError for missing or invalid files and settings.
+    Arguments and errors are those of jaxengine.media.registry.processor_for.
     """
     return _processor(Qwen2_5OmniImages, Qwen2_5OmniSounds, folder, config_json, model_config, tokenizer)
 
@@ -124,8 +123,7 @@ def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: Mod
 def qwen3_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
     """Return the processor of Qwen3-Omni for the towers that it is served with.
 
-    folder: folder of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
-    ModelFileError and ModelConfigError for missing or invalid files and settings.
+    Arguments and errors are those of jaxengine.media.registry.processor_for.
     """
     return _processor(Qwen3OmniImages, Qwen3OmniSounds, folder, config_json, model_config, tokenizer)
 
@@ -140,9 +138,8 @@ def _processor(
 ) -> MediaProcessor:
     """Return the processor of the towers that model_config has: an OmniProcessor for both, or that of the only one.
 
-    images, sounds: classes of the two processors. folder: folder of the checkpoint. config_json: its config.json, in
-    which fields of thinker_config take precedence. tokenizer: None without one. Raises ModelFileError and
-    ModelConfigError for missing or invalid files and settings.
+    images, sounds: classes of the two processors. Other arguments and errors are those of
+    jaxengine.media.registry.processor_for; fields of thinker_config in config_json take precedence.
     """
     thinker = {**_IDS, **config_json, **(config_json.get("thinker_config") or {})}
     # Qwen2.5-Omni has other names for these fields.

@@ -80,8 +80,8 @@ class SmolVLMProcessor(Idefics3Processor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one square per frame, with their times.
 
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, more patches, and too long a video.
+        options: mm_processor_kwargs. most: limit of patches, if any. Raises RequestError for unknown options, other
+        values, extreme aspect ratios, more patches, and too long a video.
         """
         if modality == "image":
             return super().process(modality, value, options, most)

@@ -111,8 +111,8 @@ class SoundProcessor:
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Return the item of a Sound (`value`): its spectrogram, padded to whole chunks.
 
-        most: limit of patches; None for no limit. Raises RequestError for any option, other values, and a sound that is
-        too short or too long.
+        most: limit of patches, if any. Raises RequestError for any option, other values, and a sound that is too short
+        or too long.
         """
         check_options(options, ())
         if modality != AUDIO or not isinstance(value, Sound):

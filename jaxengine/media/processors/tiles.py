@@ -41,7 +41,7 @@ class LimitedTiles(UnitProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose limit of tiles, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown options, and for an invalid one.
+        RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -122,7 +122,7 @@ class TilesProcessor(UnitProcessor):
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
         """Return a copy whose limits of tiles and crops, and so its largest image, are overridden by an engine's
-        options. Raises RequestError for unknown options, and for an invalid one.
+        options. Raises RequestError for unknown or invalid options.
         """
         check_options(options, self.option_names())
         found = copy(self)

@@ -247,8 +247,8 @@ class UnitProcessor:
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image, uint8[H, W, 3], into units and these into patches.
 
-        options: names of option_names. most: limit of patches; None for no limit. Raises RequestError for other options
-        and values, extreme aspect ratios, and more patches.
+        options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
+        values, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -263,8 +263,8 @@ class UnitProcessor:
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
         """Check a video and return its frames, uint8 [N, H, W, 3], each of which becomes one unit.
 
-        value: frames.Video, or only the frames. options: mm_processor_kwargs. most: limit of patches; None for no
-        limit. Raises RequestError for unknown options, a value without frames, extreme aspect ratios, and more patches.
+        value: frames.Video, or only the frames. options: mm_processor_kwargs. most: limit of patches, if any. Raises
+        RequestError for unknown options, a value without frames, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         frames = frames_of(modality, value, self.modalities)
@@ -379,8 +379,8 @@ class FrameUnits(UnitProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], in units, or a frames.Video, each of whose frames is stretched to one.
 
-        options: mm_processor_kwargs. most: limit of patches; None for no limit. Raises RequestError for unknown
-        options, other values, extreme aspect ratios, and more patches.
+        options: mm_processor_kwargs. most: limit of patches, if any. Raises RequestError for unknown options, other
+        values, extreme aspect ratios, and more patches.
         """
         if modality == "image":
             return super().process(modality, value, options, most)

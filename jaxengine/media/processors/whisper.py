@@ -71,8 +71,8 @@ class WhisperProcessor(AttendedProcessor):
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
 
     def _read(self, fields: ConfigFields, vocab_size: int) -> None:
-        """Set the attributes that follow from generation_config.json (`fields`). vocab_size: exclusive limit of token
-        ids.
+        """Set start, no_timestamps, languages, tasks and rules from generation_config.json (`fields`). vocab_size:
+        exclusive limit of token ids.
 
         Raises ModelConfigError for a missing or invalid field.
         """
@@ -126,7 +126,9 @@ class WhisperProcessor(AttendedProcessor):
 
 
 def _older(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that older checkpoints have in config.json instead of GENERATION."""
+    """Return those of the fields of start, end and suppressed tokens that config.json has, as older checkpoints have
+    them there and not in GENERATION.
+    """
     names = ("decoder_start_token_id", "eos_token_id", "suppress_tokens", "begin_suppress_tokens")
     return {name: config_json[name] for name in names if name in config_json}
 

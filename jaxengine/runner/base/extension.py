@@ -57,7 +57,7 @@ class Kept:
     fill: int = 0
 
     def begin(self) -> jax.Array:
-        """Return the initial value of one device's part."""
+        """Return one device's part at the start: `shape` and `dtype`, filled with `fill`."""
         return jnp.full(self.shape, self.fill, self.dtype) if self.fill else jnp.zeros(self.shape, self.dtype)
 
 
@@ -102,13 +102,15 @@ class Epilogue:
     of_model: bool = True
 
     def outputs(self, spec: EpilogueSpec) -> list[str]:
-        """Return the names of the output's fields that are not None."""
+        """Return the names of the output's fields that are not None: all, but "support" only if the epilogue `ends` a
+        step and spec.more_scores has a support.
+        """
         more = spec.more_scores if self.ends else None
         has_support = more is not None and more.support is not None
         return [name for name in self.output._fields if has_support or name != "support"]
 
     def sizes(self, buckets: Buckets) -> list[int]:
-        """Return the sizes for which it is compiled, ascending."""
+        """Return the sizes for which it is compiled, ascending: `size_of` each bucket that it supports."""
         return sorted({size for bucket in buckets if (size := self.size_of(buckets, bucket)) is not None})
 
 
@@ -170,7 +172,9 @@ class StageShape:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """All step shapes of the configuration."""
+        """All step shapes of the configuration on this platform; messages have a section "pictures" if requests may
+        have embeddings of media, except those of a tower that layers attend to (`crosses`).
+        """
         tower = self.model.config.tower
         has_pictures = self.config.num_encoder_rows and not (tower is not None and tower.crosses)
         return self.config.buckets(self.platform, sections=("pictures",) if has_pictures else ())
@@ -398,7 +402,7 @@ class StageExtension:
 
     @property
     def caches(self) -> Sequence[Any]:
-        """ExecutableCaches of the extension."""
+        """ExecutableCaches of the extension; none unless overridden."""
         return ()
 
     @property

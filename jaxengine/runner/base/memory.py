@@ -186,7 +186,7 @@ def host_memory(root: Path = Path("/")) -> int:
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
     """Yield the limits in bytes of the process's control group and of those that contain it, in both versions of
-    control groups. root: as in `host_memory`.
+    control groups, without those that are unlimited or cannot be read. root: as in `host_memory`.
     """
     paths = {"": "/", "memory": "/"}  # without a group of its own, a process is in the root
     with contextlib.suppress(OSError):
@@ -243,7 +243,9 @@ def give_back_zeros(array: Any) -> None:
 
 
 def unused_bytes(array: Any) -> int:
-    """Return the bytes of an array on a CPU for which the system has not given memory yet, after `give_back_zeros`."""
+    """Return the bytes of an array on a CPU for which the system has not given memory yet, after `give_back_zeros`:
+    those of its `_whole_pages` that mincore does not report.
+    """
     found = 0
     for first, size in _whole_pages(array):
         given = np.zeros(size // mmap.PAGESIZE, np.uint8)
@@ -277,8 +279,9 @@ def workspace_bytes(analysis: Any) -> int:
 
 
 def kept_bytes(workspace: int, results: int = 0, num_blocks: int = 1) -> int:
-    """Return the bytes of a program's blocks that the C library keeps after the program has run on a CPU. workspace:
-    as from `workspace_bytes`; results: bytes of the results among it; the rest is `num_blocks` equal blocks.
+    """Return the bytes of a program's blocks that the C library keeps after the program has run on a CPU: its results
+    alone if its other blocks have _LEAST_MAPPED bytes or more, which go back to the system. workspace: as from
+    `workspace_bytes`; results: bytes of the results among it; the rest is `num_blocks` equal blocks.
     """
     return workspace if workspace - results < num_blocks * _LEAST_MAPPED else results
 
@@ -293,7 +296,8 @@ def kept_of_step(forward: int, epilogue: int, num_blocks: int) -> int:
 
 def heap_bytes(kept: int, devices: int) -> int:
     """Return the bytes of one of a process's CPU devices that the C library keeps between the blocks of steps that run:
-    those of steps before, on the thread that waits. 0 for no devices.
+    its share of Python's heap and, with more cores than devices, of what steps before left on the thread that waits. 0
+    for no devices.
 
     kept: `kept_of_step` of a device's largest step. devices: number of CPU devices.
     """
@@ -394,7 +398,8 @@ def plan_memory(
 
     The pool has the size that the config fixes (num_gpu_blocks_override, kv_cache_memory_bytes). Otherwise it has as
     many pages as fit into the share gpu_memory_utilization of the device, but no more than twice those that all slots
-    can fill: the rest is prefix cache. With `default_seq_tokens`, or if requests end at once, less is enough.
+    can fill: the rest is prefix cache. With `default_seq_tokens`, as many as all slots fill at that length, and at
+    least those of two requests of max_model_len, are enough; if requests end at once, those of max_in_flight + 1 steps.
 
     Args:
       total, weights, page_bytes, limit: see StageSizes.
@@ -475,8 +480,8 @@ def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | Non
 
 
 def _no_room(config: ResolvedConfig, budget: int, weights: int, needs: StageNeeds) -> ConfigError:
-    """Return a ConfigError, for the caller to raise, about a device without room for a single page. weights: bytes of
-    weights and of the process with its heap.
+    """Return a ConfigError, for the caller to raise, about a device without room for a single page, with the budget,
+    what takes it by purpose, and the options to change. weights: bytes of weights and of the process with its heap.
     """
     gib = 1 << 30
     held = {"weights": weights, "programs and what they need": needs.programs + needs.workspace, **needs.extensions}

@@ -86,8 +86,9 @@ class Bundle:
         """Raise ConfigError, which names the differences, if the programs were not built for `here`, the description of
         this engine.
 
-        Options are compared first: if the value of one differs, the error is about that option. If an option is known
-        to one side only, or the model or a fact differs, the error is about `bundle`.
+        First options are compared: an error about `bundle` if one is known to one side only, about the option if its
+        value differs. Then the model, and then the facts (`_fits`): an error about `bundle` with at most
+        _MAX_DIFFERENCES of what differs.
         """
         theirs, ours = self.about.options, here.options
         if only := sorted(theirs.keys() ^ ours.keys()):
@@ -105,7 +106,8 @@ class Bundle:
                 raise self.refused("; ".join(found[:_MAX_DIFFERENCES]) + rest)
 
     def check_sources(self, name: str, digest: str) -> None:
-        """Raise ConfigError if the programs were traced from other sources than those with this digest.
+        """Raise ConfigError if the programs were traced from other sources than those with this digest, or there are
+        none for `name`.
 
         name: name of the model's class, or "programs" for programs without a model.
         """

@@ -111,7 +111,7 @@ class ExecutableCache:
         loaded, or to which it is added. devices: those that the programs run on. family: the model's class; None for
         programs without a model, which call no machine code of ours. Nothing is stored, and a warning is logged, if the
         source of the class is unknown, or if code without a known source has changed jaxengine's own; with a bundle
-        that is a ConfigError.
+        that is a ConfigError, and so are other sources than the bundle's.
         """
         bundle = self._bundle = place if isinstance(place, Bundle | NewBundle) else None
         directory = place.cache_dir if isinstance(place, Bundle | NewBundle) else place
@@ -192,8 +192,8 @@ class ExecutableCache:
     ) -> Executable:
         """Compile a function without loading or storing it, with the compiler options and context of `get`.
 
-        May be a chain of parts, as in `get`. Raises the errors of `compile_program`. shardings: a pytree of the
-        results' shardings; None if they follow from the arguments.
+        On a single CPU device the result may be a chain of parts, as in `get`. Raises the errors of `compile_program`.
+        shardings: a pytree of the results' shardings; None if they follow from the arguments.
         """
         backend = self._devices[0].platform
         with _ENGINE(self._traces), without_rows(self.unused), self._mesh_of((arguments, shardings)):

@@ -254,7 +254,10 @@ def num_compiled_layers(kinds: Sequence[Hashable], num_tokens: int) -> int:
 
 
 def _groups(kinds: Sequence[Hashable], num_tokens: int) -> tuple[int, int]:
-    """Return (layers of a group, layers that are compiled) of the best chain. Arguments: see `num_compiled_layers`."""
+    """Return (layers of a group, layers that are compiled) of the best chain: the one with the fewest compiled layers
+    plus _COST_OF_MANY for each call; below FEW_TOKENS plus _COST_OF_FEW, among chains of at most _MORE_OF_FEW times as
+    many. Arguments: see `num_compiled_layers`.
+    """
     groups_of = {
         size: [tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)] for size in range(len(kinds), 0, -1)
     }
@@ -298,7 +301,8 @@ class _Plan:
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], part_index: int) -> None:
         """Add part number `part_index` as a call, and lower its program unless an equal one has been lowered. Parts
-        must be added in order. The last one also sets the chain's results.
+        must be added in order. Literals of all but the first and last parts become arguments, because equal layers may
+        differ in them. The last one also sets the chain's results.
 
         parts: all parts, as `_cut` returns them.
         """

@@ -104,7 +104,9 @@ def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the extensions of the model's encoder tower, or of embeddings in requests; none without either."""
+    """Yield the extensions for the model's encoder tower: CrossedPictures for one `by_place`; Sounds, and Alignment if
+    it `aligns`, for another that `crosses`; else, also for embeddings in requests, Pictures. None without either.
+    """
     tower = shape.model.config.tower
     if tower is not None and tower.by_place:
         from jaxengine.runner.extensions.pictures.crossed_pictures import CrossedPicturesExtension

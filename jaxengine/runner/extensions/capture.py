@@ -62,15 +62,17 @@ class StageTaps(NamedTuple):
 
 
 def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
-    """Return the taps that the options capture and capture_layers name. Raises TapError for one the model lacks."""
+    """Return the taps that the options capture and capture_layers name, and all that the model has. Raises TapError for
+    one the model lacks.
+    """
     known = all_taps(model)
     layers = hidden_state_taps(config.capture_layers or (), model.num_layers)
     return EngineTaps(read_taps(config.capture or (), known), layers, known)
 
 
 def stage_taps(taps: EngineTaps, stage: Stage) -> StageTaps:
-    """Return the taps whose activations a stage computes, each once. A residual stream belongs to the stage whose layer
-    produces it.
+    """Return the taps whose activations a stage computes, each once, those of routers apart. A residual stream belongs
+    to the stage whose layer produces it.
     """
     own = [tap for tap in dict.fromkeys((*taps.named, *taps.layers)) if _is_of(tap, stage)]
     return StageTaps(tuple(tap for tap in own if tap.kind != ROUTER), tuple(tap for tap in own if tap.kind == ROUTER))
@@ -112,7 +114,9 @@ class CaptureExtension(DeviceExtension):
         return f", {self.description}"
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Return the abstract Activations of a forward pass; None in a stage without taps."""
+        """Return the abstract Activations of a forward pass: hidden states in the model's dtype and router logits f32,
+        each None if no tap has them; None in a stage without taps.
+        """
         hidden, router = self.own.hidden, self._num_logits
         if not self.own.every:
             return None
@@ -131,7 +135,9 @@ class CaptureExtension(DeviceExtension):
         return {"captured activations": fetched_tokens(self.shape) * of_token}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with a Taps section, in which layers store activations; unchanged in a stage without taps."""
+        """Return the pass with a Taps section, in which layers store activations (the final norm's are the model's
+        result); unchanged in a stage without taps.
+        """
         if not self.own.every:
             return step
         return step.with_section(SECTION, Taps(tap for tap in self.own.every if tap.kind != FINAL_NORM))

@@ -24,7 +24,9 @@ class MassExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Choose what is reported by the engine's options."""
+        """Choose what is reported: NUM_MASS_SCORES scores with enable_sampling_mass, the support with
+        return_sampling_mask.
+        """
         super().__init__(shape)
         mass = (NUM_MASS_SCORES, sampling_mass) if shape.config.enable_sampling_mass else (0, None)
         has_support = shape.config.return_sampling_mask
@@ -33,7 +35,7 @@ class MassExtension(DeviceExtension):
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of the supports that wait for the host: those of all rows of the largest step, for each step
-        that may be in flight; every device has those of all replicas.
+        that may be in flight; every device has those of all replicas. {} without return_sampling_mask.
         """
         if not self.shape.config.return_sampling_mask:
             return {}

@@ -132,7 +132,7 @@ class PageCopies(StageExtension):
         return max((workspace_bytes(own.memory_analysis()) for _, own in self._compiled.values()), default=0)
 
     def plan_pool(self, num_pages: int) -> None:
-        """Set `pools`, of `num_pages` pages of a replica each."""
+        """Set `pools`: the stage's and those of its extensions that have pages, of `num_pages` pages a replica."""
         found = [(self._stage, "", self._stage.programs.kv_shapes(num_pages))]
         for each in self._stage.extensions.values():
             if (kv := each.page_shapes(num_pages)) is not None:

@@ -109,7 +109,9 @@ class StepTaker(StageExtension):
         self._num_pages = num_pages
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compile or load the programs that copy, at the first call; later calls do nothing."""
+        """Compile or load the programs that copy pages, rows of slots and of states, and the rest of the state at the
+        first call; later calls do nothing.
+        """
         if self._copies:
             return
         state = self._programs.state_shapes
@@ -146,8 +148,8 @@ class StepTaker(StageExtension):
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
         """Add to `newest` the pages, states and results of the forward pass, and the arrays that the sampler reads;
-        waits for them. Drops the step, and counts it, if it is too large with these. Does nothing before other
-        epilogues.
+        waits for them. Drops the step, and counts it, if it is too large with these. Does nothing unless `name` is
+        SAMPLE and the step is recorded.
         """
         if self.newest is None or name != SAMPLE:
             return

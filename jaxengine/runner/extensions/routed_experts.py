@@ -34,7 +34,9 @@ class RoutedExpertsExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Determine the stage's layers with experts. The model must have experts (asserted)."""
+        """Determine the stage's layers with experts and the dtype of expert numbers: uint8 up to 256 experts, else
+        uint16. The model must have experts (asserted).
+        """
         super().__init__(shape)
         experts = shape.model.config.experts
         assert experts is not None
@@ -63,7 +65,9 @@ class RoutedExpertsExtension(DeviceExtension):
         return step.with_section(NAME, Taps(self._taps)) if self._taps else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the experts of its tokens left under NAME; unchanged in a stage without experts."""
+        """Return the pass with the numbers of its tokens' experts left under NAME, those of all layers concatenated;
+        unchanged in a stage without experts.
+        """
         if not self._taps:
             return step
         found: Taps = step.batch.sections[NAME]

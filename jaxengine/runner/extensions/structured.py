@@ -33,7 +33,9 @@ class StructuredExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Compute num_parts and stored_words from the mesh and the vocabulary."""
+        """Compute num_parts, the shards of the vocabulary in sampling, and stored_words, the int32 of a mask over all
+        shards.
+        """
         super().__init__(shape)
         mesh, config = shape.model.mesh, shape.model.config
         self.num_parts = mesh.num_shards("sampled_vocab")

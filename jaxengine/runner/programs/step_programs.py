@@ -76,7 +76,8 @@ class StepPrograms:
     """
 
     def __init__(self, shape: StageShape, extensions: Sequence[DeviceExtension]):
-        """Compute the shapes.
+        """Compute sizes, epilogues, the abstract state, and the descriptions that tell the programs from those of
+        others.
 
         shape: the stage's model, config, platform and mesh. extensions: in the order in which they take part in traced
         programs.
@@ -234,7 +235,9 @@ class StepPrograms:
         return program_on(self.mesh, name, function, arguments, results, donate)
 
     def num_logits(self, bucket: Bucket) -> int:
-        """Return the number of rows of logits of a bucket's forward pass."""
+        """Return the number of rows of logits of a bucket's forward pass on a replica: one for each token of a wide
+        bucket, else `sample_size`.
+        """
         return self.packer.buckets.sample_size(bucket) if bucket.width == 1 else bucket.num_tokens
 
     def _forwarded(

@@ -82,7 +82,8 @@ def prove_kernels(
     stages' caches, so that programs are compiled without them.
 
     Runs every call of a kernel that has no stored verdict on a device of this process, stores the verdicts, and logs
-    each row that failed. The replacement of a failed kernel is proven in the same way.
+    each row that failed. The replacement of a failed kernel is proven in the same way. An equal engine whose calls all
+    have verdicts is not traced again.
 
     Args:
       stages: the engine's stages.

@@ -37,8 +37,9 @@ def bind_process(nodes: Sequence[int] | None, cpus: Sequence[str] | None) -> Non
     threads.
 
     nodes: None for those of all GPUs and TPUs that this process may use. cpus: lists of CPUs, such as "0-3", instead of
-    the nodes'. Raises ConfigError on other systems than Linux, for nodes that this host does not have, for CPUs that
-    the process may not use, if the devices' nodes are not known, and if the system refuses.
+    the nodes'. Raises ConfigError on other systems than Linux, for nodes that this host does not have, for `cpus` that
+    the process may not use, or nodes of which it may use no CPU, if the devices' nodes are not known, and if the system
+    refuses.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("numa_bind", True, "False: it needs Linux")

@@ -19,7 +19,7 @@ from jaxengine.runner.weights.sleep import Absent
 
 
 def with_kept_maps(source: WeightSource, stages: Sequence[tuple[Any, Any, list[Any]]]) -> WeightSource:
-    """Return a view of a checkpoint with the maps that the engine has, or `source` itself if it has a map, or the
+    """Return a view of a checkpoint with the token maps that the engine has, or `source` itself if it has a map, or the
     engine none. stages: (abstract model, mesh, leaves) each.
     """
     if any(is_token_map(name) for name in source.names()):

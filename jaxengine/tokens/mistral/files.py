@@ -63,8 +63,9 @@ def mistral_file(folder: Path) -> str | None:
 
 
 def read_mistral_file(folder: Path, name: str) -> MistralFile:
-    """Return the content of the folder's tokenizer file `name`, a result of `mistral_file`. Raises ModelFileError for
-    an invalid file, and for a version of the chat format that is not known.
+    """Return the content of the folder's tokenizer file `name`, a result of `mistral_file`; its tokenizer puts the BOS
+    token before texts and leaves GUARD out of them. Raises ModelFileError for an invalid file, and for a version of the
+    chat format that is not known.
     """
     path = folder / name
     backend, form = _read_tekken(path) if name == TEKKEN else _read_pieces(path)
@@ -77,7 +78,7 @@ def read_mistral_file(folder: Path, name: str) -> MistralFile:
 
 
 def _version_of_pieces(name: str) -> int:
-    """Return the version in the name of a SentencePiece file."""
+    """Return the version in the name of a SentencePiece file; 0 for another name."""
     found = _PIECES.fullmatch(name)
     return int(found[1]) if found else 0
 
@@ -150,9 +151,10 @@ def _size(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _special(listed: Any, count: int, version: int, path: Path) -> list[str]:
-    """Return the `count` special tokens in the order of their ids; ids without one get a name with the id. listed:
-    the field special_tokens; None for the usual tokens, which only versions up to _LAST_UNLISTED allow. Raises
-    ModelFileError for tokens that are not distinct texts with ranks below `count`.
+    """Return the `count` special tokens in the order of their ids; ids without one get a name with the id. listed: the
+    field special_tokens; None for the usual tokens, which only versions up to _LAST_UNLISTED allow. Raises
+    ModelFileError for tokens that are not distinct texts, of 2 to MAX_SPECIAL_CHARS characters, with ranks below
+    `count`.
     """
     if listed is None and version > _LAST_UNLISTED:
         raise ModelFileError(path, f"must be a list in version {version}", "special_tokens")

@@ -202,11 +202,13 @@ class MistralFormat:
 
     @property
     def joint(self) -> str:
-        """Text between the text parts of a message."""
+        """Text between the text parts of a message: an empty line before version 15, then nothing."""
         return "\n\n" if self.version < 15 else ""
 
     def template(self) -> str:
-        """Return the chat template, as Jinja source."""
+        """Return the chat template of this version, as Jinja source, with parts for efforts, media and thinking as the
+        format has them.
+        """
         version = self.version
         listed = version < 11
         result = _RESULTS[max((each for each in _RESULTS if each <= version), default=2)]

@@ -16,7 +16,7 @@ VOCAB, MERGES = "vocab.json", "merges.txt"
 
 
 class ByteLevelKind(NamedTuple):
-    """Tokenizer class that reads these files.
+    """Tokenizer class that reads VOCAB and MERGES.
 
     Attributes:
       tokens: special tokens by role, where the folder names no others.

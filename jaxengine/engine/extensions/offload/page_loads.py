@@ -100,8 +100,9 @@ class PageLoads:
         return bool(self._loading)
 
     def start(self, load: Load, found: Mapping[bytes, Block], generation: int) -> None:
-        """Begin a load on a thread. found: for each key, in order, what `Tiers.find` returned for it. generation: value
-        of Loading.generation.
+        """Begin a load on a thread: the one for what is here, or, if it needs another engine, one of _NUM_FAR, if one
+        is free within _QUEUE_SECONDS. found: for each key, in order, what `Tiers.find` returned for it. generation:
+        value of Loading.generation.
         """
         self._loading.append(loading := Loading(load, generation))
         far = next((each for each in found.values() if getattr(each, "is_far", False)), None)

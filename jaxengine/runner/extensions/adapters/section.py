@@ -77,7 +77,7 @@ class AdaptersExtension(DeviceExtension):
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
         """Return the pass with a section for products: each token's pool slot i32[T], -1 for no adapter, and the form
-        in which adapters are applied, 0 in a step without any.
+        in which adapters are applied: GROUPED with FEW_ADAPTERS, else FLAT; 0 in a step without any.
         """
         slot = jnp.where(step.is_token, step.rows.index[step.token_row], self.shape.num_slots)
         own = step.slots.sections[NAME].at[slot].get(mode="fill", fill_value=-1)

@@ -288,8 +288,9 @@ class AdapterStore:
         """Return whether the load of a ticket is done. When it is, register the adapter, so that requests may name it,
         and forget the ticket: True is returned only once.
 
-        unload: removes a name, for a load in place. Raises RequestError if the load has failed, for a ticket that is
-        unknown or was reported, and if another adapter has taken the name or number in the meantime.
+        unload: removes a name; a load in place calls it for the adapter that has the name, and takes over its number.
+        Raises RequestError if the load has failed, for a ticket that is unknown or was reported, and if another adapter
+        has taken the name or number in the meantime.
         """
         load = self._loads.get(ticket)
         if load is None:
@@ -359,8 +360,8 @@ class AdapterStore:
         return failed
 
     def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
-        """Write an uploaded adapter into its pool slot, and mark the slot as loaded, unless it has another owner now.
-        The upload must be done.
+        """Write an uploaded adapter into its pool slot, mark the slot as loaded, and keep the matrices in host memory
+        (`_keep`). Do nothing if the slot has another owner now. The upload must be done.
 
         Returns the requests whose adapter could not be read, each with its error; they are removed from the slots'
         waiting requests.

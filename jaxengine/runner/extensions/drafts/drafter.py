@@ -87,8 +87,8 @@ class Drafter(StageExtension):
         return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Estimate (bytes that all programs will hold, largest workspace in bytes) from the largest program of each
-        kind, which is compiled with a small pool unless its needs are stored.
+        """Estimate (bytes that all programs will hold, largest workspace in bytes) from the largest program before and
+        after a forward pass, with and without drafts, which is compiled with a small pool unless its needs are stored.
 
         params: the leaves of the target model.
         """

@@ -85,7 +85,8 @@ def step_before(
 
 
 def make_follow(spec: DraftHeadSpec) -> Callable:
-    """Return the function that runs the head over a step whose tokens have been sampled.
+    """Return the function that runs the head over a step whose tokens have been sampled, each token's hidden state with
+    the next token's embedding.
 
     It is (HeadWeights, HeadState, DeviceState after the sampler, SampledRows, hidden states [T, F], message) ->
     HeadState, with the head's keys and values of the step's tokens, and its hidden state at each row's last position

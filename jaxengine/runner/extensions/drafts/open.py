@@ -146,8 +146,8 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
 
 
 def _open_head(method: str, config: EngineConfig, model: ModelConfig) -> ModelSource:
-    """Open the head of a method that `config.model` names, with its weights as stored; without weights for load_format
-    "dummy".
+    """Open the head of a method that `config.model` names, for at most max_model_len positions, with its weights as
+    stored; without weights for load_format "dummy".
 
     model: config of the target model. Raises ConfigError for a file in place of a folder, and for an embedding of the
     mask in a file of its own; ModelFileError for missing or invalid files.

@@ -85,8 +85,8 @@ class DraftsExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Choose the proposer, None with pipeline stages, and the number of sampler rows for grammar masks of
-        drafts.
+        """Choose the proposer, None with pipeline stages, and the number of sampler rows for grammar masks of drafts, 0
+        if these have none.
         """
         super().__init__(shape)
         chosen, config = shape.config.speculative_config, shape.config
@@ -158,8 +158,8 @@ class DraftsExtension(DeviceExtension):
         return DraftRows(rows(num_rows, np.int32, width - 1), rows(num_rows, np.int32), flag, flag)
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """Return the pass with token ids in place of each -1 (a row's last token, then the row's drafts), and with its
-        Drafts as a section.
+        """Return the pass with token ids in place of each -1 (a row's last token, then the row's drafts), 0 in
+        padding, and with its Drafts as a section.
 
         Returns None if the message has all drafts, or rows have none; other code then fills in the last tokens.
         """

@@ -80,7 +80,9 @@ class EncoderLayout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Compiled sizes, ascending: patches of one device in one call, multiples of the tower's unit."""
+        """Compiled sizes, ascending: patches of one device in one call, multiples of the tower's unit: from max_patches
+        down by a factor of _STEP each, to no less than _LEAST.
+        """
         unit = self.tower.unit
         sizes = {-(-self.max_patches // unit) * unit}
         while (size := min(sizes) // _STEP // unit * unit) >= max(_LEAST, unit):

@@ -92,8 +92,9 @@ class PicturesExtension(DeviceExtension):
         return {"embeddings": self.encoders[0].rows} if self.encoders else {}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the tokens' M-RoPE positions, if layers use them, and with a Pictures section (the pool
-        and the rows that replace embeddings) if the message has the field.
+        """Return the pass with the tokens' M-RoPE positions, if layers use them (the message's, else the position plus
+        the slot's delta), and with a Pictures section (the pool and the rows that replace embeddings) if the message
+        has the field.
         """
         field = step.message(NAME) if step.spec.layout.has(NAME) else None
         if self.uses_mrope:
