@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Number of prompt tokens of the waiting requests."""
+        """Number of prompt tokens of the waiting requests, including those held outside the queue."""
         return self._waiting.num_tokens + sum(request.num_prompt_tokens for request in self._held)
 
     @property
@@ -381,8 +381,8 @@ class Scheduler:
                 self.release(request)
 
     def _best_offer(self, request: Request) -> tuple[Rank, Offer] | None:
-        """Return the replica that would have the least work with a request, and its offer; None if no replica can run
-        the request now.
+        """Return the replica that would have the least work with a request, in tokens held there and to be computed,
+        and its offer; None if no replica can run the request now.
         """
 
         def work(candidate: tuple[Rank, Offer]) -> int:

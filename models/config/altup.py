@@ -195,7 +195,7 @@ class SharedBlocks:
 
     def having(self, name: str) -> tuple[int, ...]:
         """Return the numbers of the layers that have the module or tensor `name`, the model's name, together; () for
-        one that a single layer has, and if blocks are not tied.
+        one outside of blocks or of an adapter, and if blocks are not tied.
         """
         found = BLOCK.match(name)
         if found is None or not self.tied or "_adapter." in found[2]:

@@ -269,8 +269,9 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Return the section of each rotated pair, i32[num_rotated / 2], an index into `sections`. Valid only for a
-        rope with sections.
+        """Return the section of each rotated pair, i32[num_rotated / 2], an index into `sections`. Sections follow each
+        other; with sections_interleaved they alternate until the shorter ones are used up, and the rest is 0; with
+        time_last height and width alternate, then comes time. Valid only for a rope with sections.
         """
         if self.time_last:
             time, height, width = self.sections

@@ -149,7 +149,9 @@ class CheckpointNames(NamedTuple):
         )
 
     def renamed(self, stored: str) -> str:
-        """Return the model's name of the checkpoint's tensor or module `stored`."""
+        """Return the model's name of the checkpoint's tensor or module `stored`, by prefixes, suffixes, halves and
+        parts.
+        """
         name = renamed(stored, self.prefixes)
         name = next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
         if self.halves is not None and (found := _IN_LAYER.search(name)) is not None:

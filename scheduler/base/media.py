@@ -43,7 +43,7 @@ class MediaItem:
 
     @property
     def num_rows(self) -> int:
-        """Number of its embeddings."""
+        """Number of its embeddings, one for each of `positions`."""
         return len(self.positions)
 
     @property
@@ -122,7 +122,9 @@ class Media:
     num_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Compute `end`."""
+        """Compute `end`: the position after the last item, the joint tokens, and M-RoPE positions that rope_delta does
+        not give.
+        """
         end = max(self.items[-1].end, self.joint_span[1])
         if self.rope_positions is not None:
             after = self.rope_positions[:, end:]

@@ -24,7 +24,7 @@ class Bucket:
 
     @property
     def decode_only(self) -> bool:
-        """Whether every sequence has one token."""
+        """Whether every sequence has one token: num_tokens equals num_seqs."""
         return self.num_tokens == self.num_seqs
 
     def __str__(self) -> str:
@@ -61,8 +61,10 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
-        """Create all buckets. Raises ValueError for a size in decode_sizes or mixed_sizes that is below 1 or beyond its
-        limit.
+        """Create the buckets: decodes of decode_sizes and max_num_seqs rows, mixed ones of mixed_sizes tokens and the
+        most, each mixed one also with `sections` if there are any, and for each of `widths` decodes of several tokens.
+
+        Raises ValueError for a size in decode_sizes or mixed_sizes that is below 1 or beyond its limit.
         """
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),

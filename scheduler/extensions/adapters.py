@@ -140,8 +140,8 @@ class AdapterSlots:
             self._slots[index].ready = True
 
     def drop(self, adapter: Adapter) -> list[Request]:
-        """Free an adapter's slot, if it has one, and remove its uploads from `loads`. No running request may use the
-        adapter. Return the requests that wait for it, which remain waiting.
+        """Free an adapter's slot, if it has one, for the request that claims it, if any, and remove its uploads from
+        `loads`. No running request may use the adapter. Return the requests that wait for it, which remain waiting.
         """
         index = self._find(adapter)
         if index is not None:

@@ -71,8 +71,9 @@ class DraftWidth:
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
-        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Counts trials,
-        so it must be called once for each step.
+        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Each width is
+        tried TRIALS times, the widest first; then the one with the most expected tokens per second is taken, except in
+        `_retried` steps. Counts trials, so it must be called once for each step.
 
         runs: i32 [n], for the decodes of all replicas, how many grammar drafts each has, -1 for one with proposed
         drafts.
@@ -127,8 +128,8 @@ class DraftWidth:
         return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
     def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
-        """Update `kept` and the step times with the result of a step of decodes only, with at most `num_rows` rows in a
-        replica.
+        """Update the moving averages `kept` and step times with the result of a step of decodes only, with at most
+        `num_rows` rows in a replica.
 
         Args:
           width: width of the step; with 1, `accepted` is not used.

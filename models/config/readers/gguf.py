@@ -283,7 +283,8 @@ def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
 def _rope_scaling(
     fields: ConfigFields, max_positions: int, tensors: RopeFactors, yarn: Mapping[str, Any]
 ) -> RopeScaling | None:
-    """Return the scaling of rope from metadata and the file's tensors of factors; None for plain rope.
+    """Return the scaling of rope from metadata and the file's tensors of factors; None for plain rope. Long and short
+    factors are longrope, other factors are used as they are; without any it is linear or yarn.
 
     max_positions: default of the original context length. yarn: YaRN settings that files lack. Raises ModelConfigError
     for a wrong or unsupported scaling, and if metadata and tensors contradict each other.
