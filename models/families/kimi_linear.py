@@ -192,8 +192,9 @@ class ElementwiseGatedAttention(LatentAttention):
 
 
 def read_parts(fields: ConfigFields) -> KimiK3Parts:
-    """Return what the layers have of Kimi K3, whose text_config names this class. Raises ModelConfigError for wrong
-    fields.
+    """Return what the layers have of Kimi K3, whose text_config names this class: blocks of `attn_res_block_size`
+    layers, a gate of latent attention's output, SiTU in place of SiLU, and a norm of experts' latents. Raises
+    ModelConfigError for wrong fields.
     """
     situ = None
     if fields.text("hidden_act", "silu") == "situ":

@@ -171,6 +171,9 @@ class Zamba2Layer(nnx.Module):
     def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x [T, 2 * D] to ([T, 2 * D], the layer's cache after this step's tokens): the states alone or, with a
         block, the pool and the states.
+
+        x is a hidden state h and the token's embedding, which stays; h becomes h + mamba(norm(h + block(x))), without
+        block(x) in a layer that has no block.
         """
         hidden, embedding = jnp.split(x, 2, axis=-1)
         kept: Any = kv if self.block is None else kv[1]
@@ -263,8 +266,8 @@ class Zamba2ForCausalLM(Decoder):
 
 def _layers_with_block(fields: ConfigFields) -> tuple[int, ...]:
     """Return the numbers of the layers that have a transformer block, "hybrid" in `layers_block_type`, or in
-    `layer_types`. By default they are Zamba2-2.7B's. Raises ModelConfigError for other kinds and for a list of another
-    length.
+    `layer_types`. By default they are Zamba2-2.7B's. Raises ModelConfigError for other kinds for a list of another
+    length, and without a list for another number of layers.
     """
     count, allowed = fields.integer("num_hidden_layers"), (HYBRID, *MAMBA)
     usual = [HYBRID if layer in _HYBRID_LAYERS else MAMBA[0] for layer in range(_DEFAULTS["num_hidden_layers"])]
