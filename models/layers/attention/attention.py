@@ -276,8 +276,9 @@ class Attention(nnx.Module):
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this layer's keys and values of this step written). The pool is
-        unchanged if the layer uses another layer's keys and values.
+        """Map x[T, D] to ([T, D], the pool with this layer's keys and values of this step written): projections, norms
+        and rope, attention, gate, output projection. The pool is unchanged if the layer uses another layer's keys and
+        values.
         """
         with jax.named_scope("qkv"):
             q, *keys_values, gate = self._heads(self.qkv(x, step.rows))

@@ -137,7 +137,8 @@ class CrossPictures(Section):
 
 
 def what_is_seen(step: StepPictures, token_row: jax.Array, is_token: jax.Array) -> jax.Array:
-    """Return StepPictures.sees, i32[T], from the step's other fields. token_row: i32[T], the row of each token.
+    """Return StepPictures.sees, i32[T], from the step's other fields: PICTURES for a token within the range of some
+    image of its row, else BEFORE if the row has images, else NOTHING. token_row: i32[T], the row of each token.
     is_token: bool[T], False for padding, which sees nothing.
     """
     place, is_one = step.places[:, None], jnp.arange(step.rows.shape[1]) < step.counts[:, None]

@@ -81,7 +81,9 @@ class LatentAttention(nnx.Module):
         self.out = Linear(heads * value, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written)."""
+        """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written): projections, attention,
+        gate, output projection.
+        """
         q, keys, q_latent = self.project(x, step)
         assert keys is not None
         ragged = pages.in_pool(kv.page_size)

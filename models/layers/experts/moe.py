@@ -201,7 +201,9 @@ class MixtureOfExperts(nnx.Module):
         return self.of_picked(x, rows, weights, ids)
 
     def of_picked(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k]."""
+        """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k].
+        Zero experts add x times their weights.
+        """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             ids = jnp.where(rows.is_token[:, None], ids, self.experts.num_routed)
@@ -442,7 +444,8 @@ class MixtureOfExperts(nnx.Module):
         return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the router logits f32[T, E] of tokens x [T, D]. With `notes_logits`, also sets the attribute `logits`.
+        """Return the router logits f32[T, E] of tokens x [T, D], with bias and soft cap if there are any. With
+        `notes_logits`, also sets the attribute `logits`.
 
         adapters: those of x's rows, or None.
         """

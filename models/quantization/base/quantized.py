@@ -102,8 +102,8 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def agrees_on_scales(self) -> bool:
-        """Whether devices that split the inputs exchange the largest values from which the scales of rows are
-        computed.
+        """Whether devices that split the inputs exchange the largest values from which the scales of rows are computed:
+        if they are dynamic and without groups.
         """
         dynamic = self.activation is not None and not self.activation.static and self.activation.group is None
         return dynamic and self.input_axis is not None
