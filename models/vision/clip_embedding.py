@@ -54,7 +54,7 @@ def read_siglip(vision: ConfigFields) -> EmbeddingTowerConfig:
 
 
 def _tower(vit: VitConfig) -> EmbeddingTowerConfig:
-    """Return the tower's configuration with these sizes."""
+    """Return the configuration, with these sizes, of a tower that makes one embedding of all patches of a unit."""
     patches = vit.num_patches
     return EmbeddingTowerConfig(num_features=vit.num_features, columns=(), merge=patches, unit=patches, vit=vit)
 

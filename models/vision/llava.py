@@ -165,6 +165,8 @@ class LlavaTower(nnx.Module):
         return self.encoder(units)
 
     def _project(self, states: jax.Array) -> jax.Array:
-        """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower]."""
+        """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower], which are normed first
+        if there is a norm.
+        """
         with jax.named_scope("projector"):
             return self.projector(states if self.norm is None else self.norm(states))

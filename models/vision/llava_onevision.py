@@ -35,7 +35,7 @@ class LlavaOnevisionTowerConfig(LlavaTowerConfig):
 
 def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
     """Return the configuration of LLaVA-OneVision's tower from a config.json. `vision_aspect_ratio` is anyres_max_N,
-    where N is max_tiles (default: 9).
+    where N is max_tiles (default: 9). By default it is SigLIP with its last hidden states.
 
     Raises ModelConfigError for wrong fields.
     """

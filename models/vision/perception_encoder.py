@@ -145,7 +145,7 @@ class _Rope(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x [U * S, N, H] rotated."""
+        """Return x [U * S, N, H] rotated by the row and column of each patch; class tokens are not."""
         config, vit = self.config, self.config.vit
         places = np.indices((vit.grid, vit.grid)).reshape(2, -1) + config.first_place
         freqs = rope_frequencies(vit.head_size // 2, _THETA) * config.stretch

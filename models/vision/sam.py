@@ -303,7 +303,9 @@ class GotOcr2TowerConfig(TowerConfig):
 
 
 def read_got_ocr2(fields: ConfigFields) -> GotOcr2TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields."""
+    """Return the configuration of a tower of SAM alone, 16 patches to a row, from a config.json. Raises
+    ModelConfigError for wrong fields.
+    """
     sam = read_sam(fields, "vision_config")
     vit = sam.vit
     return GotOcr2TowerConfig(num_features=vit.num_features, columns=(), merge=16, unit=vit.num_patches, sam=sam)

@@ -66,9 +66,8 @@ class WholeShortConv(ShortConv):
     """
 
     def __call__(self, x: jax.Array, states: Any, rows: Any, step: StepInputs) -> tuple[jax.Array, Any]:
-        """Map x[T, D] to ([T, D], `states` unchanged). `rows` is not used.
-
-        step: its `of_layer` is the result of `taps_within`, [T, kernel].
+        """Map x [T, D] to ([T, D], `states` unchanged): a convolution to both sides of gated inputs, then `_gated`.
+        step: its `of_layer` is the result of `taps_within`, [T, kernel]. `rows` is not used.
         """
         assert step.of_layer is not None
         with jax.named_scope("inputs"):
