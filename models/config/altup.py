@@ -100,7 +100,7 @@ class LoopedLayers:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The checkpoint's number of each layer of the model."""
+        """The checkpoint's number of each layer of the model: those of the loop `num_loops` times, all others once."""
         before, after = range(self.first), range(self.first + self.count, self.first + self.count + self.num_after)
         return (*before, *(*range(self.first, self.first + self.count),) * self.num_loops, *after)
 

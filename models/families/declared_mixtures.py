@@ -305,7 +305,7 @@ def _beam_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _beam_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with the window of its kind, and with its rope or, if it has none, a factor of
-    queries by position. Raises ModelConfigError for wrong fields.
+    queries, (1 + (position + 1) / 2048) ** 0.1. Raises ModelConfigError for wrong fields.
     """
     own = _compass_layer(fields, layer, attention)
     return own if own.rope is not None else replace(own, temperature=TemperatureTuning(2048.0, 0.1, 1, power=True))

@@ -118,7 +118,9 @@ class ScaledIndexer(Indexer):
         self.scale = PositionScale(index.num_heads, source=f"{source}.softmax_scaling", axis=None)
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the same as Indexer. q_latent: [T, D], the hidden state x."""
+        """Return Indexer's result for normed q_latent, with queries multiplied by `scale`. q_latent: [T, D], the hidden
+        state x.
+        """
         q, weights, k = super().__call__(x, self.q_norm(q_latent), step)
         return self.scale(q, step), weights, k
 

@@ -68,7 +68,9 @@ class AddedProducts(nnx.Module):
         self.ups = nnx.List([Linear(downs[0].rows, tuple(up), axes=("latent", axis), build=build) for up in ups])
 
     def __call__(self, x: jax.Array, rows: Rows, *, out_dtype: Any = None) -> jax.Array:
-        """Return this device's part of the sum, [T, N], for x [T, D]. out_dtype: its dtype; None for that of x."""
+        """Return this device's part of the sum of `base` and the low-rank products, [T, N], for x [T, D]. out_dtype:
+        its dtype; None for that of x.
+        """
         inner = jnp.split(self.down(x, rows), len(self.ups), axis=-1)
         added = [up(part, rows, out_dtype=out_dtype) for up, part in zip(self.ups, inner, strict=True)]
         return self.base(x, rows, out_dtype=out_dtype) + jnp.concatenate(added, axis=-1)
@@ -136,7 +138,9 @@ class TransformerBlock(nnx.Module):
             own.share(shared)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, 2 * D] to ([T, D], the pool with this step's keys and values of the layer written)."""
+        """Map x [T, 2 * D] to (out(mlp(norm(attention(norm(x))))) [T, D], the pool with this step's keys and values of
+        the layer written).
+        """
         with jax.named_scope("attention"):
             x, kv = self.attention(self.input_norm(x), kv, pages, step)
         with jax.named_scope("mlp"):

@@ -230,6 +230,8 @@ class ZayaForCausalLM(Decoder):
         return FirstRMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as [T, 2 * D + R]: scaled, as two numbers for each element, and zeros."""
+        """Return a step's embeddings x [T, D] as [T, 2 * D + R]: scaled by `scaled`, as two numbers for each element,
+        and R zeros.
+        """
         parts = jnp.concatenate(in_two(self.scaled(x), x.dtype), axis=1)
         return jnp.pad(parts, ((0, 0), (0, self.config.stream_size - parts.shape[1])))

@@ -181,7 +181,9 @@ class CausalConvolution(nnx.Module):
         self.bias = vector(size, f"{source}.bias", build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the convolution [U, T / stride, size] of x [U, T, channels], each window by itself."""
+        """Return the convolution [U, T / stride, size] of x [U, T, channels], each of the U by itself, with taps -
+        stride zeros before it.
+        """
         y = lax.conv_general_dilated(
             x,
             self.weight[...].reshape(self.shape),

@@ -85,7 +85,8 @@ class HYV4VLMerger(nnx.Module):
         self.newline = learned("newline", hidden_size, build)
 
     def __call__(self, x: jax.Array, marks: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D of the model] of patches x [P, D of the tower], square by square.
+        """Return the embeddings [P / merge, D of the model] of patches x [P, D of the tower], square by square:
+        widening(activation(joining(norm(x)))).
 
         marks: i32[P / merge]; NEWLINE for squares that become the learned embedding.
         """

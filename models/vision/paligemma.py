@@ -27,8 +27,8 @@ class PaliGemmaTowerConfig(VitTowerConfig):
 
 
 def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
-    """Return the vision tower's configuration from a config.json. most: the most tokens of a prompt with images. Raises
-    ModelConfigError for wrong fields.
+    """Return the configuration from a config.json of SigLIP as a tower without merging whose tokens attend to each
+    other. most: the most tokens of a prompt with images. Raises ModelConfigError for wrong fields.
     """
     vit = read_siglip(fields)
     return PaliGemmaTowerConfig(

@@ -183,8 +183,9 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
 def gguf_experts(
     fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length", **more: Any
 ) -> ExpertsConfig:
-    """Return the ExpertsConfig of a file. size: name of the field with the experts' feed-forward size. more: fields of
-    ExpertsConfig that the family fixes. Raises ModelConfigError for a field that is missing or wrong.
+    """Return the ExpertsConfig of a file, from `expert_count`, `expert_used_count` and `size`. size: name of the field
+    with the experts' feed-forward size. more: fields of ExpertsConfig that the family fixes. Raises ModelConfigError
+    for a field that is missing or wrong.
     """
     return ExpertsConfig(
         num_experts=fields.integer("expert_count"),

@@ -269,8 +269,8 @@ def hf_fields(
 
 
 def predicting(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ModelConfig `shared`, with the layers after the last one as those of a family that reads
-    them (`num_nextn_predict_layers`).
+    """Return the arguments of ModelConfig `shared` with num_unread_layers, then 0, as num_nextn_predict_layers: for a
+    family that reads the layers after the last one.
     """
     return {**shared, "num_nextn_predict_layers": shared["num_unread_layers"], "num_unread_layers": 0}
 

@@ -163,7 +163,9 @@ def _latent(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(fields: ConfigFields) -> dict[str, Any]:
-    """Return Mixtral's fields of experts. Raises ModelConfigError for missing, wrong or unsupported fields."""
+    """Return num_local_experts and num_experts_per_tok, as Mixtral has them, from `moe`. Raises ModelConfigError for
+    missing, wrong or unsupported fields.
+    """
     moe, each = _moe(fields, ("num_experts", "num_experts_per_tok")), "num_experts_per_tok"
     return {"num_local_experts": moe.integer("num_experts"), each: moe.integer(each)}
 

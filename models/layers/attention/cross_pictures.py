@@ -84,8 +84,8 @@ class PictureAttention(nnx.Module):
         self.norm = RMSNorm(head_dim, eps, source=f"{source}.q_norm", build=build)
 
     def __call__(self, x: jax.Array, rows: Rows, step: StepPictures, layer: jax.Array) -> jax.Array:
-        """Return the projected attention output [T, D] of x [T, D] over the images in `step`; zeros for tokens without
-        any. layer: i32[], this layer's index among those with cross-attention.
+        """Return the projected attention output [T, D] of x [T, D], with normed queries, over the images in `step`;
+        zeros for tokens without any. layer: i32[], this layer's index among those with cross-attention.
         """
         q = self.norm(self.q(x, rows).reshape(len(x), -1, self.head_dim))
         pool = step.pool.reshape(len(step.pool), *self.sizes, -1, self.head_dim)

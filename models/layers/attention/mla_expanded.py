@@ -110,8 +110,8 @@ def num_expanded_elements(attention: LayerAttention, num_heads: int, num_tokens:
 
 
 def most_short(latent: Latent, num_tokens: int) -> int:
-    """Return the most tokens that all rows before an expanded row can have in a step of `num_tokens` tokens, rounded up
-    to a multiple of PAGE, but at most `num_tokens`.
+    """Return the most tokens that all rows before an expanded row can have in a step of `num_tokens` tokens, num_tokens
+    - least_tokens, rounded up to a multiple of PAGE, but at most `num_tokens`.
     """
     least = least_tokens(latent)
     assert least is not None

@@ -50,7 +50,9 @@ def hash_factors(ngrams: NGrams) -> list[int]:
 
 
 def table_sizes(ngrams: NGrams) -> tuple[int, ...]:
-    """Return the number of rows of each table of the layer, those of 2-grams first."""
+    """Return the number of rows of each table of the layer, those of 2-grams first: the primes from `least` on that
+    follow those of the layers before.
+    """
     before = ngrams.number * ngrams.num_tables
     return primes_from(ngrams.least, before + ngrams.num_tables)[before:]
 

@@ -251,8 +251,8 @@ class GatedStreams(nnx.Module):
         self.down, self.up = Linear(wide, (down,), **options), Linear(form.rank, (up,), **options)
 
     def mean(self, normed: jax.Array, rows: Rows) -> jax.Array:
-        """Return the mean [T, D] of normed hidden states [T, A * D], multiplied by their gates, in their dtype. rows:
-        the step's.
+        """Return the mean [T, D] of normed hidden states [T, A * D], multiplied by their gates
+        sigmoid(up(silu(down(normed) / A))), in their dtype. rows: the step's.
         """
         inner = jax.nn.silu(self.down(normed, rows, out_dtype=jnp.float32) / self.count).astype(normed.dtype)
         gates = jax.nn.sigmoid(self.up(inner, rows, out_dtype=jnp.float32))
