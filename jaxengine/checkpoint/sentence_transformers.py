@@ -58,7 +58,8 @@ _EARLIER_MODES = {
 def read_sentence_model(folder: Path) -> SentenceModel | None:
     """Return the content of a model folder's sentence-transformers files; None if it has no modules.json.
 
-    Raises ModelFileError for files that are invalid, and modules that are not supported or out of order.
+    Raises ModelFileError for files that are invalid, and modules that are not supported or out of order, and prompts of
+    a model that does not pool them (include_prompt).
     """
     modules = _read_modules(folder)
     if modules is None:

@@ -62,13 +62,17 @@ class Cold:
     remains: float = 0.0
 
     def after(self, cold: float, bucket: Bucket) -> float:
-        """Return the cold share of the caches after a step in `bucket` that began with a share of `cold`."""
+        """Return the cold share of the caches after a step in `bucket` that began with a share of `cold`: of which
+        `remains` remains after decodes; with prompts it nears 1 by exp(-num_tokens / tokens).
+        """
         if bucket.decode_only:
             return cold * self.remains
         return 1.0 - (1.0 - cold) * exp(-bucket.num_tokens / self.tokens)
 
     def paused(self, cold: float, seconds: float) -> float:
-        """Return the cold share after `seconds` without work, before which it was `cold`."""
+        """Return the cold share after `seconds` without work, before which it was `cold`: it nears 1 by exp(-seconds /
+        idle), or stays if `idle` is 0.
+        """
         return 1.0 - (1.0 - cold) * exp(-seconds / self.idle) if self.idle else cold
 
 
@@ -82,7 +86,9 @@ class StepSpread:
     mixed: tuple[float, ...] = ()
 
     def factor(self, bucket: Bucket, share: float) -> float:
-        """Return the factor of a step in `bucket` that a share of the steps, 0 to 1, does not exceed."""
+        """Return the factor of a step in `bucket` that a share of the steps, 0 to 1, does not exceed, interpolated
+        between SPREAD_SHARES; 1 without factors.
+        """
         factors = self.decode if bucket.decode_only else self.mixed
         return float(np.interp(share, SPREAD_SHARES, factors)) if factors else 1.0
 

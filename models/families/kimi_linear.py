@@ -185,8 +185,8 @@ class ElementwiseGatedAttention(LatentAttention):
         self.gate = Linear(hidden_size, (gate,), axes=("embed", "heads"), build=build)
 
     def gated(self, o: jax.Array, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the heads' outputs o [T, N * Hv] multiplied by the gates, which are projected from x [T, D]. Computed
-        in float32; returned in the dtype of o.
+        """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates, which are projected from x [T, D].
+        Computed in float32; returned in the dtype of o.
         """
         return times_gate(o, self.gate(x, step.rows, out_dtype=jnp.float32))
 

@@ -249,8 +249,7 @@ class ConvolutionStack(nnx.Module):
 class VibeVoiceTower(nnx.Module):
     """Tower of VibeVoice-ASR.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: VibeVoiceTowerConfig, hidden_size: int, build: Build):

@@ -263,11 +263,7 @@ class Gemma4TowerLayer(nnx.Module):
 
 
 class Gemma4Tower(nnx.Module):
-    """Vision tower of Gemma 4 and the product that follows it.
-
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
-    """
+    """Vision tower of Gemma 4 and the product that follows it."""
 
     def __init__(self, config: Gemma4TowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -230,8 +230,7 @@ class WindowProjector(nnx.Module):
 class Granite4Tower(nnx.Module):
     """Vision tower of Granite 4 Vision.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, num_parts * D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, num_parts * D].
     """
 
     def __init__(self, config: Granite4TowerConfig, hidden_size: int, build: Build):

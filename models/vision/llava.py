@@ -131,8 +131,7 @@ class Projector(nnx.Module):
 class LlavaTower(nnx.Module):
     """Vision tower of LLaVA: CLIP or SigLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: LlavaTowerConfig, hidden_size: int, build: Build):

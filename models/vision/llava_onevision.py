@@ -61,8 +61,7 @@ class LlavaOnevisionTower(LlavaTower):
     For each output row, the columns have the offsets to the four rows of LLaVA-NeXT's tower that it is interpolated
     between, and how far down and right it is between them, in units of 1 / SHARES.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:

@@ -103,8 +103,7 @@ class MiniCPMVTower(nnx.Module):
     of squares in squares (jaxengine.media.processors.minicpmv). A patch has the learned position at its share of the
     image's height and width.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: MiniCPMVTowerConfig, hidden_size: int, build: Build):

@@ -45,8 +45,7 @@ def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
 class PaliGemmaTower(nnx.Module):
     """Vision tower of PaliGemma: SigLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: PaliGemmaTowerConfig, hidden_size: int, build: Build):

@@ -192,8 +192,7 @@ def _scaled(x: jax.Array, scale: nnx.Param | None) -> jax.Array:
 class PerceptionEncoder(nnx.Module):
     """Vision tower of PerceptionLM.
 
-    A call maps patches f32[P, F] and columns i32[0, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: PerceptionEncoderConfig, hidden_size: int, build: Build):

@@ -315,8 +315,7 @@ class GotOcr2Tower(nnx.Module):
     """Vision tower of GOT-OCR 2.0: SAM's encoder, two convolutions that each merge four positions into one, and a
     product.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: GotOcr2TowerConfig, hidden_size: int, build: Build):

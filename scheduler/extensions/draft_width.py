@@ -123,7 +123,9 @@ class DraftWidth:
         self._num_prefills += 1
 
     def expected(self, width: int, runs: np.ndarray) -> float:
-        """Return the number of tokens that a row is expected to get in a step of this width. runs: see `choose`."""
+        """Return the mean number of tokens that a row is expected to get in a step of this width: one, and its run
+        (`choose`), at most width - 1, or, for a run of -1, that which `kept` predicts.
+        """
         guessed = np.cumprod(self.kept[: width - 1]).sum()
         return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
