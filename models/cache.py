@@ -174,10 +174,9 @@ def group_layers(
     token in each layer; None if all are equal.
 
     Layers with the same window are dealt out to groups of at most n layers, so that every pipeline stage has a similar
-    share of each group. n is chosen such that few rows of the groups' pages stay empty and few groups are needed, since
-    each has a page table and a slot mapping. In n a layer of the greatest width counts as 1, and a narrower one by its
-    share of that width. If all layers have the same window, there is one group. If `hybrid` is False, all layers form
-    one group that keeps all keys.
+    share of each group. n is chosen such that few rows of the groups' pages stay empty and few groups are needed. In n
+    a layer of the greatest width counts as 1, and a narrower one by its share of that width. If all layers have the
+    same window, there is one group. If `hybrid` is False, all layers form one group that keeps all keys.
     """
     if not hybrid:
         return [(None, tuple(range(len(windows))))]

@@ -217,10 +217,10 @@ def read_gguf(
     """Return the ModelConfig of GGUF metadata. Raises ModelConfigError for wrong fields, and for an architecture that
     is not registered.
 
-    In that format three facts are in tensors instead of metadata, so the caller passes them: whether the file lacks an
-    output head (tie_word_embeddings), the content of the tensors that scale rope, if any, and which matrices have a
-    bias (`biased`, see `with_stored_biases`; None for those that the family usually has). pooler: the computation of a
-    pooling model on hidden states; None for a model that generates.
+    Three facts are in tensors instead of metadata: whether the file lacks an output head (tie_word_embeddings), the
+    content of the tensors that scale rope, if any, and which matrices have a bias (`biased`, see `with_stored_biases`;
+    None for those that the family usually has). pooler: the computation of a pooling model on hidden states; None for a
+    model that generates.
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)

@@ -137,9 +137,8 @@ class Rank:
         no tokens left (without enable_chunked_prefill: too few for the whole prompt), or if an extension defers the
         request. Reserves nothing, but sets the request's weights digest and page digests.
 
-        There must be pages for all known tokens of the request, not only for those of the next step, in addition to the
-        pages that running requests still need for theirs. Otherwise a prompt could be admitted that later has to be
-        preempted and computed again, because others hold the pages that it would grow into.
+        There must be pages for all known tokens of the request, in addition to those that running requests still need
+        for theirs. Otherwise an admitted prompt might have to be preempted, and computed again.
         """
         request.compute_with(self.weights_digest)
         known = request.known_token_ids()
@@ -185,9 +184,7 @@ class Rank:
         """Number of free pages that admission leaves to running requests: those for their known tokens, and one more
         column for each request that may outgrow the columns that it has.
 
-        Without this watermark a request might be admitted only to be preempted as soon as a decode begins a new page.
-        It depends on the running requests, so an empty replica reserves nothing. (vLLM's watermark is a fixed share of
-        the pool.)
+        Without them a request might be admitted only to be preempted as soon as a decode begins a new page.
         """
         s = self.slots
         may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)

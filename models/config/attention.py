@@ -201,8 +201,7 @@ def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
     steps, the last of which is -largest.
 
     If the number of heads is not a power of two, the slopes for the next power of two are computed. Of these the 2nd,
-    4th, ... come first, then the 1st, 3rd, ..., until there is one for each head. Results for the last 8 arguments are
-    cached.
+    4th, ... come first, then the 1st, 3rd, ..., until there is one for each head. Results are cached.
     """
     count = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-largest * (index + 1) / count) for index in range(count)]

@@ -20,8 +20,7 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 class StackedExperts(NamedTuple):
     """Storage of the matrices of all experts of a layer in one tensor (see jaxengine.models.weights.views.stacked).
 
-    The default is that of transformers 5, which holds experts so in memory whatever a checkpoint has: trainers send
-    such tensors, and some save them.
+    The default is that of transformers 5, which trainers send and some save.
 
     interleaved: rows of gate and up alternate; otherwise all of gate come first. out_first: a matrix is [out, in], like
     that of a linear layer; otherwise [in, out]. None if checkpoints differ, so that shapes decide; a square matrix then

@@ -109,9 +109,9 @@ def _read_queries(fields: ConfigFields) -> tuple[tuple[int, int], ...]:
 class AriaTower(nnx.Module):
     """Vision tower of Aria.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower): Q of each unit, of which those of crops with fewer patches are the first. "place" is
-    the learned position of a patch; -1 for padding, which no patch and no query attends to.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D]: Q of each unit, of which those of
+    crops with fewer patches are the first. "place" is the learned position of a patch; -1 for padding, which no patch
+    and no query attends to.
     """
 
     def __init__(self, config: AriaTowerConfig, hidden_size: int, build: Build):

@@ -221,7 +221,7 @@ class AdapterSlots:
         running request uses it, and it is not promised to a waiting request of the same or earlier order.
 
         is_running: bool [slots], slots whose adapters running requests use. A promise to a later request is no reason
-        to wait: a preempted request may have lost its slot to one of those, which in turn waits because of its claim.
+        to wait, as that may wait for this one's claim.
         """
         promised = slot.promised
         if slot.owner is None:

@@ -106,8 +106,7 @@ class PagePool:
         """Remove one reference from a page for each time that it occurs in `pages`, i32 [n] in sequence order. A page
         without references becomes cached if it has a digest, otherwise blank.
 
-        Later pages of a sequence are reused before earlier ones, since a prefix is worth more than its continuation.
-        Raises ValueError for a page without a reference.
+        Later pages of a sequence are reused before earlier ones. Raises ValueError for a page without a reference.
         """
         counts = self.ref_count[pages]
         if len(pages) and counts.min() < 1:

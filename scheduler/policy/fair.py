@@ -31,8 +31,7 @@ class FairQueue:
 
     When a client begins to wait, its counter is raised to the smallest counter of the clients that wait already, or to
     that of the client that waited last, so that idle time earns it nothing. A counter that such a raise would reach
-    anyway is forgotten once its client neither waits nor runs; all are forgotten when no request waits or runs. So the
-    remembered clients are those with requests, and those that received more than the ones that wait.
+    anyway is forgotten once its client neither waits nor runs; all are forgotten when no request waits or runs.
 
     Attributes:
       size: number of waiting requests.

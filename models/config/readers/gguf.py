@@ -145,8 +145,8 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
     it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
 
     biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. Raises ModelConfigError if
-    the scores of experts have one in a family that does not correct them: a file of DeepSeek-V3 that does not say how
-    experts are chosen is read as DeepSeek-V2's, in llama.cpp, too.
+    the scores of experts have one in a family that does not correct them, as in a file of DeepSeek-V3 that does not say
+    how experts are chosen.
     """
     experts = shape.get("experts")
     if _CORRECTION in biased and experts is not None and not experts.correction_bias:

@@ -152,8 +152,7 @@ def cross_attend(q: jax.Array, step: StepPictures, layer: jax.Array) -> jax.Arra
     the first image over all positions of all of its row's images; zeros for tokens without images.
 
     q: [T, N, H]. step: images of the step, with the pool as [B, L, 2, S, K, H]. layer: i32[], the layer's index in the
-    pool. The loop runs over tiles of one row's tokens and the row's images, as many as there are: an image is read in
-    place.
+    pool.
     """
     num_tokens, tile = q.shape[0], 1 if q.shape[0] == len(step.counts) else _TILE
     heads, size = step.pool.shape[4], q.shape[2]

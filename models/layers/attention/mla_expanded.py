@@ -73,7 +73,7 @@ def least_tokens(latent: Latent) -> int | None:
     Expanding a key costs C * U operations, where C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim. Each query
     then saves 2 C - U operations on the key, since both products of attention are narrower; None is returned if that is
     not positive. The threshold is four times the number of queries whose savings equal the cost, because few tokens
-    fill tiles badly, and because programs of steps without such rows then stay small.
+    fill tiles badly.
     """
     width = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - width
@@ -331,7 +331,7 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
     each of `heads` heads.
 
     weights: W^UK and W^UV. first: i32[], index on this device of the first of these heads. The matrix copies the
-    rotated part, which all heads share, into each key. So its results have the layout of a page without concatenation.
+    rotated part, which all heads share, into each key.
     """
     sizes = latent.qk_nope_head_dim, latent.v_head_dim
     of_keys, of_values = (

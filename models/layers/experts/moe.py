@@ -372,9 +372,8 @@ class MixtureOfExperts(nnx.Module):
     def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Return the output [M, D] of this device's experts for rows [M, D] sorted by expert; 0 in rows of no expert.
 
-        If a device has a slice of each expert, the result is a partial sum. It has the rows' dtype: as float32 it would
-        be most of a step's temporary memory. sizes: i32[experts of this device], the number of rows of each. adapters:
-        those of the rows, or None.
+        If a device has a slice of each expert, the result is a partial sum. It has the rows' dtype. sizes: i32[experts
+        of this device], the number of rows of each. adapters: those of the rows, or None.
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]

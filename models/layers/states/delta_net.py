@@ -127,7 +127,7 @@ class GatedDeltaNet(nnx.Module):
         norm, gate, output projection.
 
         states: windows of the convolution and matrices, [R, ...] each; GatedDelta.arrays has the shapes of one row.
-        rows: the rows that each sequence reads and writes; all others are unchanged.
+        rows: those that sequences read and write.
         """
         state, num_tokens, (windows, matrices) = self.state, x.shape[0], states
         with jax.named_scope("inputs"):

@@ -51,8 +51,8 @@ class LightningAttention(nnx.Module):
         """Map x[T, D] to ([T, D], the states after this step's tokens): linear attention of activated q, k and v with a
         constant decay of each head, normed, times a sigmoid gate and projected.
 
-        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: the rows that each
-        sequence reads and writes; all others are unchanged.
+        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: those that
+        sequences read and write.
         """
         shape = x.shape[0], self.num_heads, self.size
         with jax.named_scope("inputs"):
@@ -106,8 +106,8 @@ class RotatedLightningAttention(nnx.Module):
         """Map x[T, D] to ([T, D], the states after this step's tokens): linear attention with a constant decay of each
         head, of activated q, k and v, the former two normed and rotated; its norm, times a sigmoid gate, projected.
 
-        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: the rows that each
-        sequence reads and writes; all others are unchanged.
+        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: those that
+        sequences read and write.
         """
         shape = x.shape[0], self.num_heads, self.size
         with jax.named_scope("inputs"):

@@ -67,7 +67,7 @@ class Mamba(nnx.Module):
         skip, SiLU gate, output projection.
 
         states: the window of the convolution and the vectors, [R, ...] each; SelectiveScan.arrays has the shapes of one
-        row. rows: the rows that each sequence reads and writes; all others are unchanged.
+        row. rows: those that sequences read and write.
         """
         window, vectors = states
         with jax.named_scope("inputs"):

@@ -102,7 +102,7 @@ class Mamba2(nnx.Module):
         skip, SiLU gate with norm, output projection.
 
         states: both windows of the convolutions and the matrices, [R, ...] each; StateSpace.arrays has the shapes of
-        one row. rows: the rows that each sequence reads and writes; all others are unchanged.
+        one row. rows: those that sequences read and write.
         """
         state, num_tokens, matrices = self.state, x.shape[0], states[2]
         with jax.named_scope("inputs"):

@@ -139,7 +139,7 @@ class GatedNGrams(nnx.Module):
         What is added is the gated values of the n-grams' embeddings plus SiLU of their dilated convolution.
 
         states: windows of the convolution and last token ids, [R, ...] each; NGrams.arrays has the shapes of one row.
-        rows: the rows that each sequence reads and writes; all others are unchanged.
+        rows: those that sequences read and write.
         """
         ngrams, blocks, (windows, last) = self.ngrams, step.blocks, states
         with jax.named_scope("ngrams"):

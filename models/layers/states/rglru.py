@@ -79,7 +79,7 @@ class RecurrentBlock(nnx.Module):
         (RG-LRU), activated gate, output projection.
 
         states: the window of the convolution and the channels' states, [R, ...] each; GatedRecurrence.arrays has the
-        shapes of one row. rows: the rows that each sequence reads and writes; all others are unchanged.
+        shapes of one row. rows: those that sequences read and write.
         """
         window, before = states
         with jax.named_scope("inputs"):

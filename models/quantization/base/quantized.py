@@ -289,8 +289,7 @@ class Quantized:
     """Scheme (jaxengine.models.quantization.base.scheme) of modules that are quantised in a checkpoint.
 
     Tables are dequantised as they are read, unless `with_tables`, as few checkpoints quantise them. So are matrices
-    whose codes cannot be multiplied with. Tables that would be rounded at load are read plain, which costs no more
-    memory.
+    whose codes cannot be multiplied with. Tables that would be rounded at load are read plain.
     """
 
     stored: Stored

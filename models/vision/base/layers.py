@@ -109,8 +109,6 @@ def stretched(
     """Return learned positions interpolated to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table
     entries, or linearly between 2 x 2.
 
-    The terms are added one after the other, so that memory holds only one term for each patch.
-
     Args:
       table: [height * width, D].
       sides: (height, width) of the table.

@@ -115,9 +115,8 @@ def save_checkpoint(
 def _reported_once() -> Iterator[None]:
     """Return a context manager that silences secondary reports of an error that is raised as well.
 
-    Orbax's threads log them, asyncio does when their tasks are collected, tensorstore's use an event loop that has been
-    closed, and Python warns of coroutines that were never awaited. They may come long after the error, so the silence
-    ends with the block only if there was no error.
+    They come from threads of Orbax and tensorstore, from asyncio and from Python, maybe long after the error, so the
+    silence ends with the block only if there was no error.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
