@@ -2,8 +2,7 @@
 
 Decodes come first, then running prefills, then the requests that the scheduler admits, until tokens, slots or pages run
 out. A prefill chunk and a decode are the same thing: a request with `num_scheduled` new tokens. Decodes are handled as
-arrays. Python objects are touched only for requests that start, end, prefill, are preempted or stream every token. This
-module is independent of the waiting queue and of other replicas.
+arrays. Python objects are touched only for requests that start, end, prefill, are preempted or stream every token.
 """
 
 from __future__ import annotations
@@ -327,9 +326,8 @@ class Rank:
 
         ready: bool [max_num_seqs], slots that could decode. num_in_flight: number of steps whose tokens are not known.
 
-        The available decodes are spread over the steps that can be dispatched before the next one returns, so that no
-        stage runs empty. No step takes more than an even share of all decodes, so that requests that arrived together
-        are split up.
+        The available decodes are spread over the steps that can be dispatched before the next one returns. No step
+        takes more than an even share of all decodes.
         """
         s, num_steps = self.slots, self.config.num_micro_batches
         slots = np.flatnonzero(ready & (s.num_known == s.num_tokens))

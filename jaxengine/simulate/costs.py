@@ -173,15 +173,14 @@ class Costs(Protocol):
         ...
 
     def cold_after(self, cold: float, bucket: Bucket) -> float:
-        """Return the share, 0 to 1, of the caches that lack what steps need, after a step in `bucket` that began
-        with a share of `cold`: steps with prompts fill them with other data.
+        """Return the share, 0 to 1, of the caches that lack what steps need, after a step in `bucket` that began with a
+        share of `cold`.
         """
         ...
 
     def idle(self, cold: float, seconds: float) -> tuple[float, float, float]:
         """Return (cold share of the caches after the engine had nothing to do for `seconds`, additional seconds of the
-        device for the next step, additional seconds of the host before its dispatch): others have used the caches, and
-        cores have slowed down or slept. cold: share before.
+        device for the next step, additional seconds of the host before its dispatch). cold: share before.
         """
         ...
 

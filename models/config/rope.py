@@ -83,11 +83,11 @@ class RopeScaling:
         """Return the scaling in the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain
         rope.
 
-        Also returns None for rope_type dynamic without `alpha`, which differs from plain rope only beyond
-        max_position_embeddings, a length that no engine exceeds. max_position_embeddings: length of the model's
-        context, which is the default of the original context of yarn and longrope. The other fields that a type needs
-        must be present, except yarn's beta_fast (32), beta_slow (1) and truncate (true). Raises ModelConfigError for
-        another type, for dynamic with `alpha`, and for fields that are missing or wrong.
+        Also returns None for rope_type dynamic without `alpha`, which is plain rope up to max_position_embeddings.
+        max_position_embeddings: length of the model's context, which is the default of the original context of yarn and
+        longrope. The other fields that a type needs must be present, except yarn's beta_fast (32), beta_slow (1) and
+        truncate (true). Raises ModelConfigError for another type, for dynamic with `alpha`, and for fields that are
+        missing or wrong.
         """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")

@@ -125,8 +125,7 @@ class TransformerBlock(nnx.Module):
 
     def share(self, other: TransformerBlock) -> None:
         """Take the weights of the block `other` in place of the own ones. The low-rank products, the projection that
-        follows the block and the pools for adapters stay those of the layer: transformers ties weights, not modules,
-        so that PEFT gives each layer's projections an adapter of their own.
+        follows the block and the pools for adapters stay those of the layer, as in transformers and PEFT.
         """
         self.input_norm, self.mlp_norm = other.input_norm, other.mlp_norm
         for own, shared in (
@@ -270,7 +269,7 @@ class Zamba2ForCausalLM(Decoder):
 
 def _layers_with_block(fields: ConfigFields) -> tuple[int, ...]:
     """Return the numbers of the layers that have a transformer block, "hybrid" in `layers_block_type`, or in
-    `layer_types`. By default they are Zamba2-2.7B's. Raises ModelConfigError for other kinds for a list of another
+    `layer_types`. By default they are Zamba2-2.7B's. Raises ModelConfigError for other kinds, for a list of another
     length, and without a list for another number of layers.
     """
     count, allowed = fields.integer("num_hidden_layers"), (HYBRID, *MAMBA)

@@ -317,7 +317,7 @@ class MoonVitTower(nnx.Module):
         """Return x [P, D] with the first of the squares of patches at one place in successive frames replaced by the
         mean of these squares, which follow each other in x.
 
-        frames: i32[P], the number of these frames. The other squares of the result are not used.
+        frames: i32[P], the number of these frames. The other squares are not used.
         """
         squares = x.astype(jnp.float32).reshape(-1, self.config.merge, x.shape[1])
         count = frames.reshape(-1, self.config.merge)[:, :1, None]

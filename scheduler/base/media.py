@@ -147,9 +147,9 @@ class Media:
         """Return, by page number, bytes that distinguish a page with embeddings from other pages with the same tokens.
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
-        offsets in the page. If the three M-RoPE positions of a token in the page differ from each other, as those of a
-        marker before an image may, the M-RoPE positions of the page's tokens are added. The page with the first token
-        of `joint` has joint_digest. Pages without any of these have no entry. page_size: tokens of a page.
+        offsets in the page. If the three M-RoPE positions of a token in the page differ from each other, the M-RoPE
+        positions of the page's tokens are added. The page with the first token of `joint` has joint_digest. Pages
+        without any of these have no entry. page_size: tokens of a page.
         """
         found = {self.joint_span[0] // page_size: self.joint_digest} if self.joint_digest else dict[int, bytes]()
         for item in self.items:

@@ -5,7 +5,7 @@ A width's value is the expected number of tokens per row, for each second that i
 serving: acceptance of drafts, by draft position, and step times, by width and number of rows. Grammar drafts, which
 must be right, are known in advance. A width not yet tried at a number of rows is tried, and one that lost is tried
 again, because the load changes: soon after the choice has changed, ever more rarely while it does not, and when new
-prompts have come. Sampled tokens do not depend on the choice.
+prompts have come.
 """
 
 from __future__ import annotations

@@ -221,8 +221,7 @@ class PageTables:
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
         """Register in the prefix cache the pages of every group that the slot's first `num_tokens` tokens fill, unless
-        they have been registered before. Other requests may use them in the same step, because each layer writes all
-        its keys before it reads any.
+        they have been registered before. Other requests may use them in the same step.
 
         digests: digests of the slot's pages from the first one on, as far as they are known.
         """

@@ -199,7 +199,7 @@ class PagePool:
 
     def page_states(self) -> np.ndarray:
         """Return the state of each page, u8 [num_pages]: 0 blank, 1 cached, 2 referenced once, 3 referenced several
-        times. It takes O(num_pages) time and is meant for the status page.
+        times. It takes O(num_pages) time.
         """
         return np.minimum(self.ref_count, 2).astype(np.uint8) + (self.ref_count > 0) + (self._position >= 0)
 

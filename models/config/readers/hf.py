@@ -364,9 +364,8 @@ def ropes_by_kind(
 
     transformers 5 writes a mapping for each kind into `rope_parameters`, whose `rope_theta` takes precedence.
     transformers 4 writes `rope_theta` and `rope_scaling` for FULL layers, and the field named by `sliding_theta` for
-    SLIDING ones, which are not scaled. The outer base of each kind must be present in either case, so that families
-    give it a default. Either must name the kind of scaling as `rope_type`; the older `type`, which transformers 5 does
-    not read there, is refused.
+    SLIDING ones, which are not scaled. The outer base of each kind must be present in either case. Either must name the
+    kind of scaling as `rope_type`; the older `type` is refused.
     """
     parameters, by_kind = fields.mapping("rope_parameters"), {}
     for kind in dict.fromkeys(kinds):
@@ -387,7 +386,7 @@ def ropes_by_kind(
 
 def require_rope(fields: ConfigFields) -> None:
     """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`. For families whose class in
-    transformers has a default scaling, because versions of transformers differ in the `rope_theta` that such files get.
+    transformers has a default scaling, whose `rope_theta` differs between its versions.
     """
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.fail("rope_parameters", "a mapping")

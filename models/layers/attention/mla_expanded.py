@@ -5,8 +5,7 @@ Attention over latents needs no expansion of keys, but more operations for each 
 heads at a time: first those of its new tokens, then those of earlier tokens, in pieces whose results are merged. The
 threshold depends only on the latent's shape, so whether a chunk is expanded depends only on its own length.
 
-This module chooses these rows and expands their keys into small pools, which last for one step. The surrounding
-products are in mla.py, and attention itself is in pallas_kernels.
+Keys of these rows are expanded into small pools, which last for one step.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class HeadsLayerNorm(HeadsRMSNorm):
 class HeadLayerNorms(nnx.Module):
     """Layer norms without biases, one for each head; the n-th is the module `{source}.norms.{n}`: StableLM's.
 
-    Every device has the weights of all heads, since tensors of single heads cannot be split among them. copies: how
+    Every device has the weights of all heads. copies: how
     many times each head is stored on a mesh with more devices than heads (see layers.attention).
     """
 

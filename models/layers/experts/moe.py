@@ -184,7 +184,7 @@ class MixtureOfExperts(nnx.Module):
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         """Return a new parameter for the correction bias, f32[E]; subclasses may return [1, E].
 
-        It is float32 in every model, because the scores that it decides between may differ by little.
+        It is float32 in every model.
         """
         decl = ParamDecl((None,), (Source(source, num_experts),), init_std=0.02)
         return declare((num_experts,), jnp.float32, decl)
@@ -316,10 +316,10 @@ class MixtureOfExperts(nnx.Module):
         """Return the output [T, D] in x's dtype, without the shared MLP: sends a row for each of a token's experts to
         the expert's device, and the results back.
 
-        Of n devices with the same tokens, each sends T / n of them and gathers the others' results, which exchanges
-        less than a sum of results would. Padding is not sent. All tokens of all N devices may pick the same device, so
-        each has memory for N * ceil(T / n) * min(k, experts per device) rows, where `_gather_tokens` needs k rows for
-        each token. weights, ids: [T, k], of the picked experts.
+        Of n devices with the same tokens, each sends T / n of them and gathers the others' results. Padding is not
+        sent. All tokens of all N devices may pick the same device, so each has memory for N * ceil(T / n) * min(k,
+        experts per device) rows, where `_gather_tokens` needs k rows for each token. weights, ids: [T, k], of the
+        picked experts.
         """
         k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
         with jax.named_scope("group"):

@@ -233,8 +233,8 @@ def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
 
 def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
     """Return the properties that determine the bytes of a weight, as JSON values: "shape", "dtype", "sources" (without
-    tensor names) and "parts" along the joined axis on `mesh`. The number of parts is 1 for a weight of a single source,
-    for which devices do not matter. Raises ValueError for a mesh that does not split it evenly.
+    tensor names) and "parts" along the joined axis on `mesh`. The number of parts is 1 for a weight of a single source.
+    Raises ValueError for a mesh that does not split it evenly.
     """
     sources = param.decl.sources
     return {
