@@ -202,7 +202,7 @@ class MixtureOfExperts(nnx.Module):
 
     def of_picked(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
         """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k].
-        Zero experts add x times their weights.
+        Zero experts add weighted x.
         """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
@@ -318,8 +318,8 @@ class MixtureOfExperts(nnx.Module):
 
         Of n devices with the same tokens, each sends T / n of them and gathers the others' results. Padding is not
         sent. All tokens of all N devices may pick the same device, so each has memory for N * ceil(T / n) * min(k,
-        experts per device) rows, where `_gather_tokens` needs k rows for each token. weights, ids: [T, k], of the
-        picked experts.
+        experts per device) rows, where `_gather_tokens` needs k for each token. weights, ids: [T, k], of the picked
+        experts.
         """
         k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
         with jax.named_scope("group"):
@@ -353,9 +353,7 @@ class MixtureOfExperts(nnx.Module):
         return rows
 
     def _slots_of(self, order: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """Return a function that maps the adapter slots of tokens to the slots of their rows in `order`; -1 for
-        padding.
-        """
+        """Return a function that maps adapter slots of tokens to those of their rows in `order`; -1 for padding."""
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
