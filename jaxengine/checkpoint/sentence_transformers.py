@@ -58,7 +58,7 @@ _EARLIER_MODES = {
 def read_sentence_model(folder: Path) -> SentenceModel | None:
     """Return the content of a model folder's sentence-transformers files; None if it has no modules.json.
 
-    Raises ModelFileError for files that are invalid, and modules that are not supported or out of order, and prompts of
+    Raises ModelFileError for files that are invalid, modules that are not supported or out of order, and prompts of
     a model that does not pool them (include_prompt).
     """
     modules = _read_modules(folder)
@@ -277,9 +277,8 @@ def reads_messages(folder: Path, *, parts: bool = False) -> bool:
     """Return whether texts become messages, from which the checkpoint's chat template makes a prompt: whether the
     modality_config of the first module has an entry "message".
 
-    parts: whether contents may be lists of
-    parts ("structured") as well as texts ("flat"). Raises ModelFileError for arguments of the template, and for other
-    contents of messages.
+    parts: whether contents may be lists of parts ("structured") as well as texts ("flat"). Raises ModelFileError for
+    arguments of the template, and for other contents of messages.
     """
     file, raw = _read_transformer(folder)
     fields = ConfigFields(raw)

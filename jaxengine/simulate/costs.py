@@ -62,16 +62,16 @@ class Cold:
     remains: float = 0.0
 
     def after(self, cold: float, bucket: Bucket) -> float:
-        """Return the cold share of the caches after a step in `bucket` that began with a share of `cold`: of which
-        `remains` remains after decodes; with prompts it nears 1 by exp(-num_tokens / tokens).
+        """Return the cold share of the caches after a step in `bucket` that began with a share of `cold`: cold *
+        remains after decodes, 1 - (1 - cold) * exp(-num_tokens / tokens) after others.
         """
         if bucket.decode_only:
             return cold * self.remains
         return 1.0 - (1.0 - cold) * exp(-bucket.num_tokens / self.tokens)
 
     def paused(self, cold: float, seconds: float) -> float:
-        """Return the cold share after `seconds` without work, before which it was `cold`: it nears 1 by exp(-seconds /
-        idle), or stays if `idle` is 0.
+        """Return the cold share after `seconds` without work, before which it was `cold`: 1 - (1 - cold) * exp(-seconds
+        / idle), or `cold` if `idle` is 0.
         """
         return 1.0 - (1.0 - cold) * exp(-seconds / self.idle) if self.idle else cold
 

@@ -80,8 +80,8 @@ class CrossLayer(nnx.Module):
 
     def _with_pictures(self, cross: WithPictures, x: jax.Array, step: StepInputs) -> jax.Array:
         """Return x [T, D] plus gated cross-attention, then plus the gated MLP of that, in a step in which some token
-        has images in its sequence. Attention adds nothing to tokens without images in it, the MLP nothing before the
-        first.
+        has images in its sequence. Attention adds nothing to tokens of a sequence without images, the MLP also nothing
+        before its first image.
         """
         with jax.named_scope("cross_attention"):
             more, sees = cross(self.input_norm(x), step.rows)

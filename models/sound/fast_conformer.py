@@ -140,8 +140,8 @@ class Subsampling(nnx.Module):
         self.out = linear(inner, f"{source}.out", config.hidden_size, ("embed", "embed"), build)
 
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return [U * S, D] of spectrograms x [U, P, B] after convolutions with ReLU that each halve P and B, and a
-        projection, of which lengths i32[U] frames belong to the sounds. What comes after a sound is zero before each
+        """Return [U * S, D] of spectrograms x [U, P, B], of which lengths i32[U] frames belong to the sounds:
+        convolutions with ReLU that each halve P and B, then a projection. What comes after a sound is zero before each
         convolution.
         """
         dtype = self.mixers[0].dtype

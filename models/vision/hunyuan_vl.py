@@ -111,8 +111,8 @@ class HunYuanVLTower(nnx.Module):
         return HunYuanVLMerger(self.config, hidden_size, build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned
-        positions, layers that attend within segments, and the merger, which gets each square's mark.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned positions, layers that attend
+        within segments, and the merger, which gets each square's mark.
 
         columns: i32[C, P], those of config.columns, in order.
         """

@@ -140,8 +140,8 @@ class MiniMaxM3Tower(nnx.Module):
         )
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: normed projections,
-        layers with rope by frame, row and column that attend within segments, projector and merger.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: normed projections, layers with rope by frame, row
+        and column that attend within segments, projector and merger.
 
         columns: i32[C, P], those of config.columns, in order.
         """

@@ -280,8 +280,8 @@ class MoonVitTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned
-        positions and those of frames, layers with rope that attend within segments, means of frames, and the projector.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned positions and those of
+        frames, layers with rope that attend within segments, means of frames, and the projector.
 
         columns: i32[C, P], those of config.columns, in order.
         """

@@ -157,8 +157,8 @@ class MuseTower(nnx.Module):
         self.project = Linear(inner, (Source(PROJECTION, hidden_size),), axes=("embed", "embed"), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: learned positions,
-        layers with rope that attend within segments or, unless in full_layers, within their windows, and the projector.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: learned positions, layers with rope that attend
+        within segments or, unless in full_layers, within their windows, and the projector.
 
         columns: i32[C, P], those of config.columns, in order.
         """

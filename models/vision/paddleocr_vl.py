@@ -120,8 +120,8 @@ class PaddleOcrVLTower(nnx.Module):
         )
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned
-        positions, layers with rope that attend within segments, and the projector.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned positions, layers with rope
+        that attend within segments, and the projector.
 
         columns: i32[C, P], those of config.columns, in order.
         """

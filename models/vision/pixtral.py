@@ -159,8 +159,8 @@ class PixtralTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: normed projections,
-        layers with rope by row and column that attend within segments, and the projector.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: normed projections, layers with rope by row and
+        column that attend within segments, and the projector.
 
         columns: i32[C, P], those of config.columns, in order.
         """

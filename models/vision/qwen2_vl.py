@@ -250,8 +250,8 @@ class Qwen2VLTower(nnx.Module):
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, num_parts * D] of patches f32[P, F]: `embed`,
-        then `run` with rope by row and column.
+        """Return the embeddings [P / merge, num_parts * D] of patches f32[P, F]: `embed`, then `run` with rope by row
+        and column.
 
         columns: i32[C, P], those of config.columns, in order.
         """

@@ -247,8 +247,8 @@ class RadioTower(nnx.Module):
         return TowerLayer((first, second), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: `_embedded`, layers
-        that attend within segments, and the merger.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: `_embedded`, layers that attend within segments,
+        and the merger.
 
         An image's patches have its one frame first. Rows of learned tokens are meaningless. columns: i32[C, P], those
         of config.columns, in order.

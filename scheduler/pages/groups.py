@@ -34,8 +34,8 @@ def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int
     """Return the most pages that a sequence of `num_tokens` tokens holds at once, over cache groups with these windows.
 
     windows: how many keys a token attends to, including its own; None for all. chunk: most tokens of the sequence that
-    one step computes. A group with a window must hold the chunk and the window of its first token, the first of which
-    may be the last token of its page.
+    one step computes. A group with a window must hold the chunk and the window of its first token; these tokens may
+    begin with the last one of a page.
     """
     columns = -(-num_tokens // page_size)
     return sum(

@@ -386,7 +386,7 @@ def ropes_by_kind(
 
 def require_rope(fields: ConfigFields) -> None:
     """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`. For families whose class in
-    transformers has a default scaling, whose `rope_theta` differs between its versions.
+    transformers has a default scaling, whose `rope_theta` differs between versions of transformers.
     """
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.fail("rope_parameters", "a mapping")
