@@ -392,8 +392,7 @@ class QueryKeyConvolutions:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both convolutions for one token: the first by channel, the second within heads.
-        """
+        """Floating-point operations of both convolutions for one token, first by channel, then within heads."""
         first, second = self.kernels
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * (first + second * self.head_dim)
 
