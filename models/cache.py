@@ -174,10 +174,9 @@ def group_layers(
     token in each layer; None if all are equal.
 
     Layers with the same window are dealt out to groups of at most n layers, so that every pipeline stage has a similar
-    share of each group. n is chosen such that few rows of the groups' pages stay empty and few groups are needed, since
-    each has a page table and a slot mapping. In n a layer of the greatest width counts as 1, and a narrower one by its
-    share of that width. If all layers have the same window, there is one group. If `hybrid` is False, all layers form
-    one group that keeps all keys.
+    share of each group. n is chosen such that few rows of the groups' pages stay empty and few groups are needed. In n
+    a layer of the greatest width counts as 1, and a narrower one by its share of that width. If all layers have the
+    same window, there is one group. If `hybrid` is False, all layers form one group that keeps all keys.
     """
     if not hybrid:
         return [(None, tuple(range(len(windows))))]
@@ -210,8 +209,10 @@ def _num_rows(parts: Sequence[int]) -> int:
 
 
 def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
-    """Return the distinct page shapes of this stage's layers, each with the number of layers that share a pool row; {}
-    if none has pages. Raises ValueError if pages differ and have scales of tokens.
+    """Return the distinct page shapes of this stage's layers, each with the number of its layers that share a pool row.
+
+    A row has the least common multiple of their elements per token. {} if no layer has pages. Raises ValueError if
+    pages differ and have scales of tokens.
     """
     specs = list(dict.fromkeys(spec for group in paged_groups(groups) for spec in group.specs))
     if len(specs) > 1 and any(spec.token_scales for spec in specs):
@@ -226,8 +227,9 @@ def _token_elements(spec: KVSpec) -> int:
 
 
 def layer_locations(groups: Sequence[Paged | State]) -> dict[int, LayerLocation]:
-    """Return the location in the pool of each layer with pages in this stage, by its number in the model. Raises
-    ValueError if pages differ and have scales of tokens.
+    """Return the location in the pool of each layer with pages in this stage, by its number in the model. Each group
+    counts rows from 0, those of one page shape after the other. Raises ValueError if pages differ and have scales of
+    tokens.
     """
     locations, specs = {}, _specs(groups)
     for group in paged_groups(groups):
@@ -284,8 +286,8 @@ def page_bytes_of_group(groups: Sequence[Paged | State], *, platform: str) -> in
 
 
 def kv_partition(kv: KVPages) -> KVPages:
-    """Return the pool with a PartitionSpec for each array. Pages are split over replicas, and heads over the
-    devices of a replica.
+    """Return the pool with a PartitionSpec for each array. Pages are split over replicas, and heads, also of scales,
+    over the devices of a replica.
     """
     heads = logical_to_spec((None, "kv_heads"))
     data = partition_spec(kv.layout, head_axis=RULES["kv_heads"], data_axis=RULES["pages"])
@@ -321,10 +323,11 @@ def device_kv(shapes: KVPages) -> KVPages:
 
 def of_layer(kv: KVPages, location: LayerLocation, index: int) -> KVPages:
     """Return the pool with the spec and the scales of one layer. Its data array is unchanged; `as_viewed` gives it the
-    layer's shape.
+    layer's shape. Of a layer that shares rows, num_pages counts parts of rows, or on TPUs rows, of which `lanes` are
+    the layer's.
 
     location: where the layer's pages are. index: index of the layer among this stage's layers with pages. Raises
-    ValueError on TPUs for a layer that shares rows and whose pages are not a whole number of tiles.
+    ValueError on TPUs for a layer that shares rows and whose tokens do not fill whole tiles of 128 elements.
     """
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     scaled = replace(kv, k_scale=k_scale, v_scale=v_scale)
@@ -338,8 +341,8 @@ def of_layer(kv: KVPages, location: LayerLocation, index: int) -> KVPages:
 
 
 def _own_lanes(location: LayerLocation) -> int:
-    """Return how many lanes of a row a layer takes on a TPU. Raises ValueError if the layer's pages are not a whole
-    number of tiles.
+    """Return how many lanes of a row a layer takes on a TPU. Raises ValueError if its tokens do not fill whole tiles of
+    128 elements.
     """
     lanes, elements = pool_shape(location.spec, TOKEN_ROWS)[2], _token_elements(location.spec)
     if lanes != elements:
@@ -382,7 +385,7 @@ def as_viewed(kv: Any) -> Any:
 
 def as_stored(kv: Any, like: Any) -> Any:
     """Undo `as_viewed`: return the pool with its data reshaped to that of the pool `like`. In a tuple, each element is
-    treated so; anything but a pool is returned unchanged.
+    treated so; a pool in the layout SEQUENCES, and anything but a pool, is returned unchanged.
     """
     if type(kv) is tuple:
         return tuple(as_stored(each, its) for each, its in zip(kv, like, strict=True))
@@ -395,8 +398,8 @@ def largest_of_layer(kv: KVPages, location: LayerLocation, num_pages: int) -> tu
     """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of keys and of values in one layer's
     pages, each f32[K]; None for values that are part of the keys. num_pages: number of pages in the pool.
 
-    Raises ValueError for a quantised pool, and on TPUs for a layer that shares rows and whose pages are not a whole
-    number of tiles.
+    Raises ValueError for a quantised pool, and on TPUs for a layer that shares rows and whose tokens do not fill whole
+    tiles of 128 elements.
     """
     first = jnp.int32(location.row * num_pages)
     if not _differs(kv, location):

@@ -11,7 +11,7 @@ For the matrices of experts each expert has a pair of its own in each slot, as e
     a  [experts, slots, modules * rank, in]    A transposed
     b  [experts, slots, rank, out]
 
-Ranks below the pool's are padded with zeros. Files, and the assignment of adapters to slots, are handled elsewhere.
+Ranks below the pool's are padded with zeros.
 """
 
 from __future__ import annotations

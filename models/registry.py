@@ -51,8 +51,9 @@ def family_of(architecture: str, *, nested: bool = False) -> tuple[str, str | No
     generates).
 
     nested: whether the fields of its decoder are in `text_config`; a pooling class then has the layers of
-    *ForConditionalGeneration, where there is one. The name of an unknown architecture is returned with None; it may
-    have been replaced by its usual spelling.
+    *ForConditionalGeneration, where there is one. Names of POOLING_CLASSES are as listed; others that end as in
+    POOLING_SUFFIXES have the layers of the causal model or encoder of that stem. The name of an unknown architecture is
+    returned with None; it may have been replaced by its usual spelling.
     """
     if architecture in POOLING_CLASSES:
         return POOLING_CLASSES[architecture]
@@ -122,7 +123,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     """Return the ModelConfig of a Hugging Face config.json, `raw`. Raises ModelConfigError for wrong fields, and for an
     architecture that is not registered.
 
-    pooler: the computation of a pooling model on hidden states; None for a model that generates. With a pooler, the
+    pooler: the computation of a pooling model on hidden states; None for a model that generates. Quantization is that
+    of `quantization_config`, `compression_config` or a text config, the first that is not null. With a pooler, the
     layers of a model whose tokens see their whole prompt are not causal; without one, such a model is an error.
     """
     fields = ConfigFields(with_usual_fields(ConfigFields(raw).raw))
@@ -215,10 +217,10 @@ def read_gguf(
     """Return the ModelConfig of GGUF metadata. Raises ModelConfigError for wrong fields, and for an architecture that
     is not registered.
 
-    In that format three facts are in tensors instead of metadata, so the caller passes them: whether the file lacks an
-    output head (tie_word_embeddings), the content of the tensors that scale rope, if any, and which matrices have a
-    bias (`biased`, see `with_stored_biases`; None for those that the family usually has). pooler: the computation of a
-    pooling model on hidden states; None for a model that generates.
+    Three facts are in tensors instead of metadata: whether the file lacks an output head (tie_word_embeddings), the
+    content of the tensors that scale rope, if any, and which matrices have a bias (`biased`, see `with_stored_biases`;
+    None for those that the family usually has). pooler: the computation of a pooling model on hidden states; None for a
+    model that generates.
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)

@@ -2,8 +2,7 @@
 
 Decodes come first, then running prefills, then the requests that the scheduler admits, until tokens, slots or pages run
 out. A prefill chunk and a decode are the same thing: a request with `num_scheduled` new tokens. Decodes are handled as
-arrays. Python objects are touched only for requests that start, end, prefill, are preempted or stream every token. This
-module is independent of the waiting queue and of other replicas.
+arrays. Python objects are touched only for requests that start, end, prefill, are preempted or stream every token.
 """
 
 from __future__ import annotations
@@ -137,9 +136,8 @@ class Rank:
         no tokens left (without enable_chunked_prefill: too few for the whole prompt), or if an extension defers the
         request. Reserves nothing, but sets the request's weights digest and page digests.
 
-        There must be pages for all known tokens of the request, not only for those of the next step, in addition to the
-        pages that running requests still need for theirs. Otherwise a prompt could be admitted that later has to be
-        preempted and computed again, because others hold the pages that it would grow into.
+        There must be pages for all known tokens of the request, in addition to those that running requests still need
+        for theirs. Otherwise an admitted prompt might have to be preempted, and computed again.
         """
         request.compute_with(self.weights_digest)
         known = request.known_token_ids()
@@ -185,9 +183,7 @@ class Rank:
         """Number of free pages that admission leaves to running requests: those for their known tokens, and one more
         column for each request that may outgrow the columns that it has.
 
-        Without this watermark a request might be admitted only to be preempted as soon as a decode begins a new page.
-        It depends on the running requests, so an empty replica reserves nothing. (vLLM's watermark is a fixed share of
-        the pool.)
+        Without them a request might be admitted only to be preempted as soon as a decode begins a new page.
         """
         s = self.slots
         may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
@@ -330,9 +326,8 @@ class Rank:
 
         ready: bool [max_num_seqs], slots that could decode. num_in_flight: number of steps whose tokens are not known.
 
-        The available decodes are spread over the steps that can be dispatched before the next one returns, so that no
-        stage runs empty. No step takes more than an even share of all decodes, so that requests that arrived together
-        are split up.
+        The available decodes are spread over the steps that can be dispatched before the next one returns. No step
+        takes more than an even share of all decodes.
         """
         s, num_steps = self.slots, self.config.num_micro_batches
         slots = np.flatnonzero(ready & (s.num_known == s.num_tokens))

@@ -38,17 +38,13 @@ class Scheduler:
     device, then call `update`.
 
     All replicas share one queue. A request is assigned to a replica when it is admitted, not when it arrives. So no
-    request waits for one replica while another is idle, however long the requests turn out to be. The queue's order,
-    with priorities and with preempted requests at the front, holds over all replicas. And no KV has to be moved,
-    because a waiting request has none except what a prefix cache has kept. (vLLM chooses a replica on arrival, by 4 x
-    waiting + running.) If the first request in the queue cannot run, no later one is admitted, so that a long prompt
-    is not overtaken forever.
+    request waits for one replica while another is idle, the queue's order, with priorities and with preempted requests
+    at the front, holds over all replicas, and no KV has to be moved. If the first request in the queue cannot run, no
+    later one is admitted, so that a long prompt is not overtaken forever.
 
     Among the replicas that have a slot, tokens and pages for the first request, the one with the least work is chosen;
     if several are equal, the first. Its work is the number of tokens of its running requests, which every later step
-    reads, plus the number of this request's tokens that its prefix cache lacks, which have to be computed. So a request
-    goes to the replica that has its prefix cached, unless that replica has more tokens than another by more than the
-    prefix's length. Without a cached prefix it goes to the replica with the fewest tokens.
+    reads, plus the number of this request's tokens that its prefix cache lacks, which have to be computed.
 
     Attributes:
       ranks: the replicas.
@@ -108,7 +104,7 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Number of prompt tokens of the waiting requests."""
+        """Number of prompt tokens of the waiting requests, including those held outside the queue."""
         return self._waiting.num_tokens + sum(request.num_prompt_tokens for request in self._held)
 
     @property
@@ -381,8 +377,8 @@ class Scheduler:
                 self.release(request)
 
     def _best_offer(self, request: Request) -> tuple[Rank, Offer] | None:
-        """Return the replica that would have the least work with a request, and its offer; None if no replica can run
-        the request now.
+        """Return the replica that would have the least work with a request, in tokens held there and to be computed,
+        and its offer; None if no replica can run the request now.
         """
 
         def work(candidate: tuple[Rank, Offer]) -> int:

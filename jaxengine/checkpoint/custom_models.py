@@ -15,8 +15,7 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
     """Register a model class for checkpoints whose config.json names `architecture`, as if it were a built-in family.
 
     It is registered in this process only, in MODELS. Commands, which start further processes, load it as a plugin
-    (EngineConfig.plugins), as does `LLM(plugins=[...])`. Compiled steps of such a model are not cached on disk, because
-    the files that the class depends on are not known.
+    (EngineConfig.plugins), as does `LLM(plugins=[...])`. Compiled steps of such a model are not cached on disk.
 
     Args:
       architecture: entry of "architectures" in config.json; must equal the name of the class.

@@ -443,11 +443,11 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     """Return the model with the end-of-sequence ids and the suppressed tokens (`suppress_tokens`) of
     generation_config.json added, and its tower with what the file adds.
 
-    The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
-    the tokenizer is; without a file nothing is added. Ids beyond the vocabulary, which no token has, and a suppressed
-    -1, by which some files mean none, are left out. Whisper has its suppressed tokens in the rules of its transcripts
-    instead. path: path of the model. Raises ModelFileError for an invalid file, also if it suppresses every token, and
-    ConfigError for a generation_config that cannot be a folder's name.
+    The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM; without a
+    file nothing is added. Ids beyond the vocabulary and a suppressed -1, by which files mean none, are left out.
+    Whisper has its suppressed tokens in the rules of its transcripts instead. path: path of the model. Raises
+    ModelFileError for an invalid file, also if it suppresses every token, and ConfigError for a generation_config that
+    cannot be a folder's name.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path

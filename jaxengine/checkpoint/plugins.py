@@ -32,8 +32,8 @@ _LOADED: set[str] = set()
 def load_plugins(names: Sequence[str]) -> None:
     """Load the installed plugins, then the named ones, each once per process.
 
-    An installed plugin that cannot be loaded is skipped with a warning, because it must not end other models' engines.
-    Raises ConfigError for a named one that cannot be imported.
+    An installed plugin that cannot be loaded is skipped with a warning. Raises ConfigError for a named one that cannot
+    be imported.
     """
     for entry in sorted(entry_points(group=GROUP)):
         key = f"{entry.name} = {entry.value}"

@@ -58,7 +58,8 @@ _EARLIER_MODES = {
 def read_sentence_model(folder: Path) -> SentenceModel | None:
     """Return the content of a model folder's sentence-transformers files; None if it has no modules.json.
 
-    Raises ModelFileError for files that are invalid, and modules that are not supported or out of order.
+    Raises ModelFileError for files that are invalid, modules that are not supported or out of order, and prompts of
+    a model that does not pool them (include_prompt).
     """
     modules = _read_modules(folder)
     if modules is None:
@@ -117,9 +118,8 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
     """Return config.json with the settings of a CrossEncoder's files added under config.json's names; None for another
     folder.
 
-    They are the activation of the scores and, for a decoder, the tokens whose logits are the score. Since version 5.4
-    sentence-transformers writes them to separate files; older versions wrote all to config.json. raw: the config.json,
-    which is not changed; its own fields about tokens take precedence. Raises ModelFileError for invalid
+    They are the activation of the scores and, for a decoder, the tokens whose logits are the score. raw: the
+    config.json, which is not changed; its own fields about tokens take precedence. Raises ModelFileError for invalid
     files, modules other than Transformer and LogitScore, and a default prompt.
     """
     about = read_object(folder, PROMPTS) or {}
@@ -277,9 +277,8 @@ def reads_messages(folder: Path, *, parts: bool = False) -> bool:
     """Return whether texts become messages, from which the checkpoint's chat template makes a prompt: whether the
     modality_config of the first module has an entry "message".
 
-    sentence-transformers 6 writes that entry if the base model has a template. parts: whether contents may be lists of
-    parts ("structured") as well as texts ("flat"). Raises ModelFileError for arguments of the template, and for other
-    contents of messages.
+    parts: whether contents may be lists of parts ("structured") as well as texts ("flat"). Raises ModelFileError for
+    arguments of the template, and for other contents of messages.
     """
     file, raw = _read_transformer(folder)
     fields = ConfigFields(raw)

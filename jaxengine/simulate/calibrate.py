@@ -196,7 +196,7 @@ def loads_of(runner: ModelRunner) -> Iterator[Load]:
 def run_load(llm: LLM, load: Load, pause: float = 0.0) -> tuple[list[dict[str, Any]], float]:
     """Run a load on the engine, from an empty prefix cache, and return (the timeline's records of its steps, the
     seconds in which the engine had nothing to do before them). Tokens are sampled randomly (temperature 1), as for most
-    requests; greedy sampling would cost less.
+    requests.
 
     llm: must have no requests; its prefix cache is reset. pause: seconds to wait first.
     """
@@ -345,9 +345,8 @@ def _paused(idle: float) -> np.ndarray:
 
 def _fit(measured: Sequence[MeasuredStep]) -> Fit:
     """Return the costs that minimise the mean relative error on the steps, over the candidates _COLD. The errors are
-    absolute, not squared, so that a step delayed by something else on the machine has little weight. No larger bucket
-    costs less than a smaller one, no longer pause less than a shorter one, and no coefficient is negative. measured: at
-    least one step.
+    absolute, not squared. No larger bucket costs less than a smaller one, no longer pause less than a shorter one, and
+    no coefficient is negative. measured: at least one step.
     """
     names = sorted({(each.step.bucket.decode_only, each.step.bucket.num_tokens) for each in measured})
     place = {name: index for index, name in enumerate(names)}

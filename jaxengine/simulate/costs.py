@@ -62,13 +62,17 @@ class Cold:
     remains: float = 0.0
 
     def after(self, cold: float, bucket: Bucket) -> float:
-        """Return the cold share of the caches after a step in `bucket` that began with a share of `cold`."""
+        """Return the cold share of the caches after a step in `bucket` that began with a share of `cold`: cold *
+        remains after decodes, 1 - (1 - cold) * exp(-num_tokens / tokens) after others.
+        """
         if bucket.decode_only:
             return cold * self.remains
         return 1.0 - (1.0 - cold) * exp(-bucket.num_tokens / self.tokens)
 
     def paused(self, cold: float, seconds: float) -> float:
-        """Return the cold share after `seconds` without work, before which it was `cold`."""
+        """Return the cold share after `seconds` without work, before which it was `cold`: 1 - (1 - cold) * exp(-seconds
+        / idle), or `cold` if `idle` is 0.
+        """
         return 1.0 - (1.0 - cold) * exp(-seconds / self.idle) if self.idle else cold
 
 
@@ -82,7 +86,9 @@ class StepSpread:
     mixed: tuple[float, ...] = ()
 
     def factor(self, bucket: Bucket, share: float) -> float:
-        """Return the factor of a step in `bucket` that a share of the steps, 0 to 1, does not exceed."""
+        """Return the factor of a step in `bucket` that a share of the steps, 0 to 1, does not exceed, interpolated
+        between SPREAD_SHARES; 1 without factors.
+        """
         factors = self.decode if bucket.decode_only else self.mixed
         return float(np.interp(share, SPREAD_SHARES, factors)) if factors else 1.0
 
@@ -167,15 +173,14 @@ class Costs(Protocol):
         ...
 
     def cold_after(self, cold: float, bucket: Bucket) -> float:
-        """Return the share, 0 to 1, of the caches that lack what steps need, after a step in `bucket` that began
-        with a share of `cold`: steps with prompts fill them with other data.
+        """Return the share, 0 to 1, of the caches that lack what steps need, after a step in `bucket` that began with a
+        share of `cold`.
         """
         ...
 
     def idle(self, cold: float, seconds: float) -> tuple[float, float, float]:
         """Return (cold share of the caches after the engine had nothing to do for `seconds`, additional seconds of the
-        device for the next step, additional seconds of the host before its dispatch): others have used the caches, and
-        cores have slowed down or slept. cold: share before.
+        device for the next step, additional seconds of the host before its dispatch). cold: share before.
         """
         ...
 

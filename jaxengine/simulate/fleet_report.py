@@ -23,9 +23,9 @@ def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
     mean over replicas of "queued" and "busy_seconds". Sums over all engines are "steps", "preemptions", "prefix_hits"
     and "prefix_queries", with the share "prefix_hit_rate". "published_digests" is a number, and
     "published_digests_per_second" None if the duration is 0. The fleet's options are "replicas", "deaths", "drains",
-    "restart_seconds", "publish_seconds" and "seed". All values but "cost", with the real "router_seconds" of a choice
-    and "cpu_seconds" of the simulation, are determined by the trace, the options and the seed. limits: times that a
-    good request must meet; "good_share" is relative to all requests of the trace.
+    "restart_seconds", "publish_seconds" and "seed". "cost" has the real "router_seconds" of a choice and "cpu_seconds"
+    of the simulation. limits: times that a good request must meet; "good_share" is relative to all requests of the
+    trace.
     """
     seconds, ended = outcome.seconds, len(outcome.e2e)
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)

@@ -100,7 +100,7 @@ class LoopedLayers:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The checkpoint's number of each layer of the model."""
+        """The checkpoint's number of each layer of the model: those of the loop `num_loops` times, all others once."""
         before, after = range(self.first), range(self.first + self.count, self.first + self.count + self.num_after)
         return (*before, *(*range(self.first, self.first + self.count),) * self.num_loops, *after)
 
@@ -195,7 +195,7 @@ class SharedBlocks:
 
     def having(self, name: str) -> tuple[int, ...]:
         """Return the numbers of the layers that have the module or tensor `name`, the model's name, together; () for
-        one that a single layer has, and if blocks are not tied.
+        one outside of blocks or of an adapter, and if blocks are not tied.
         """
         found = BLOCK.match(name)
         if found is None or not self.tied or "_adapter." in found[2]:

@@ -201,8 +201,7 @@ def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
     steps, the last of which is -largest.
 
     If the number of heads is not a power of two, the slopes for the next power of two are computed. Of these the 2nd,
-    4th, ... come first, then the 1st, 3rd, ..., until there is one for each head. Results for the last 8 arguments are
-    cached.
+    4th, ... come first, then the 1st, 3rd, ..., until there is one for each head. Results are cached.
     """
     count = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-largest * (index + 1) / count) for index in range(count)]
@@ -352,7 +351,12 @@ class LayerAttention:
             self._check_index(self.index)
 
     def _check_index(self, index: KeyIndex) -> None:
-        """Raise ModelConfigError if the layer cannot attend to the keys that its indexer selects."""
+        """Raise ModelConfigError if the layer cannot attend to the keys that its indexer selects.
+
+        It takes no window, chunk, soft cap or temperature. With selected blocks it takes no latent, sinks, slopes or
+        kv_source, and the indexer has one head per KV head; otherwise it needs a latent, of queries too if the indexer
+        reads that. index_head_dim must not be below the number of rotated elements.
+        """
         if self.reach is not None or self.soft_cap is not None or self.temperature is not None:
             raise ModelConfigError("attention to selected keys takes no window, chunk, soft cap or temperature")
         if index.block is not None:
@@ -370,7 +374,11 @@ class LayerAttention:
             raise ModelConfigError(f"index_head_dim must be at least {name} = {size}, got {index.head_dim}")
 
     def _check_compressed(self, compressed: CompressedKeys) -> None:
-        """Raise ModelConfigError if the layer's other fields do not suit its compressed keys."""
+        """Raise ModelConfigError if the layer's other fields do not suit its compressed keys.
+
+        It needs one KV head of their head_dim, pages if and only if blocks have keys, a rope that fits their widths,
+        and heads that out_groups divides, and takes no window, chunk, soft cap or temperature.
+        """
         kept = (self.num_kv_heads, self.head_dim, self.beside_state)
         if kept != (1, compressed.head_dim, compressed.rate is not None):
             raise ModelConfigError(f"compressed keys need one kv head, and pages where blocks have keys, got {kept}")
@@ -383,7 +391,11 @@ class LayerAttention:
             raise ModelConfigError("attention to compressed keys takes no window of pages, soft cap or temperature")
 
     def _check_blocks(self, blocks: KeyBlocks) -> None:
-        """Raise ModelConfigError if the layer's other fields do not suit `blocks`."""
+        """Raise ModelConfigError if the layer's other fields do not suit `blocks`.
+
+        It needs values with the indexer's keys after them and a rope within their head_dim, and takes no latent,
+        window, chunk, soft cap, temperature or sinks.
+        """
         if self.latent is not None or self.value_size != self.head_dim + blocks.head_dim:
             raise ModelConfigError("blocks of keys need values followed by the indexer's keys, and no latent")
         if self.rope is None or self.rope.num_rotated > blocks.head_dim:
@@ -404,8 +416,10 @@ class LayerAttention:
 
     @property
     def v_head_dim(self) -> int:
-        """Number of elements of a value. With a latent these are the first elements of the key; with a latent and an
-        indexer, its key, and its gates if it has any, are cached in place of the value.
+        """Number of elements of a value: value_size, or head_dim without one.
+
+        With a latent these are the first kv_lora_rank elements of the key; with a latent and an indexer, its key, and
+        its gates if it has any, are cached in place of the value.
         """
         if self.index is not None and self.latent is not None:
             return self.index.stored_size
@@ -460,8 +474,8 @@ class LayerAttention:
 
     @property
     def reach(self) -> int | None:
-        """Number of latest keys, its own included, that a token attends to and that a cache must keep; None for all, as
-        in an encoder.
+        """Number of latest keys, its own included, that a token attends to and that a cache must keep: the window, or
+        `chunk` * (1 + `lookback`). None for all, always if not causal.
         """
         if not self.causal or self.chunk is None:
             return self.window if self.causal else None

@@ -93,7 +93,7 @@ class CompressedKeys:
 
     @property
     def has_indexer(self) -> bool:
-        """Whether the layer scores blocks itself."""
+        """Whether the layer has an indexer, `index`, that scores blocks."""
         return self.index is not None
 
     @property
@@ -264,7 +264,9 @@ class NgramMemory:
 
     @property
     def primes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of the ranges of each layer's table, those of 2-grams first."""
+        """Sizes of the ranges of each layer's table, num_columns each: ascending primes from least_rows on, all
+        different.
+        """
         count = self.num_columns
         found = primes_from(self.least_rows, len(self.layers) * count)
         return tuple(found[start : start + count] for start in range(0, len(found), count))
@@ -390,7 +392,7 @@ class QueryKeyConvolutions:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the convolutions for one token."""
+        """Floating-point operations of both convolutions for one token, first by channel, then within heads."""
         first, second = self.kernels
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * (first + second * self.head_dim)
 

@@ -91,7 +91,9 @@ class ExpertsConfig:
     by_layer: tuple[tuple[int, int], ...] = ()
 
     def of_layer(self, layer: int) -> ExpertsConfig:
-        """Return the configuration with the numbers of layer number `layer`, which has experts."""
+        """Return the configuration with `by_layer`'s experts per token and their size for layer number `layer`, if it
+        is given.
+        """
         if not self.by_layer:
             return self
         count, size = self.by_layer[layer]

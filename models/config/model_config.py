@@ -242,8 +242,8 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Number of elements that one layer passes to the next for a token: all of its hidden states, and
-        what is passed on beside them.
+        """Number of elements that one layer passes to the next for a token: all of its hidden states, and `num_beside`
+        of hyper_connections or wide_residuals.
         """
         beside = self.hyper_connections or self.wide_residuals
         return self.hidden_size * self.num_streams + (0 if beside is None else beside.num_beside)

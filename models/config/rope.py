@@ -83,11 +83,11 @@ class RopeScaling:
         """Return the scaling in the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain
         rope.
 
-        Also returns None for rope_type dynamic without `alpha`, which differs from plain rope only beyond
-        max_position_embeddings, a length that no engine exceeds. max_position_embeddings: length of the model's
-        context, which is the default of the original context of yarn and longrope. The other fields that a type needs
-        must be present, except yarn's beta_fast (32), beta_slow (1) and truncate (true). Raises ModelConfigError for
-        another type, for dynamic with `alpha`, and for fields that are missing or wrong.
+        Also returns None for rope_type dynamic without `alpha`, which is plain rope up to max_position_embeddings.
+        max_position_embeddings: length of the model's context, which is the default of the original context of yarn and
+        longrope. The other fields that a type needs must be present, except yarn's beta_fast (32), beta_slow (1) and
+        truncate (true). Raises ModelConfigError for another type, for dynamic with `alpha`, and for fields that are
+        missing or wrong.
         """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
@@ -257,8 +257,8 @@ class Rope:
         """Return the rope for an engine whose sequences have at most `num_positions` tokens.
 
         With longrope it has explicit factors: the long ones if `num_positions` exceeds the original context, otherwise
-        the short ones. The set is chosen once for all sequences, as in vLLM. A choice by each sequence's own length, as
-        in transformers, would change the rotation of keys that are already cached. Other ropes are returned unchanged.
+        the short ones. The set is chosen once for all sequences, as in vLLM: a choice by length, as in transformers,
+        would rotate cached keys otherwise. Other ropes are returned unchanged.
         """
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "longrope":
@@ -269,8 +269,9 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Return the section of each rotated pair, i32[num_rotated / 2], an index into `sections`. Valid only for a
-        rope with sections.
+        """Return the section of each rotated pair, i32[num_rotated / 2], an index into `sections`. Sections follow each
+        other; with sections_interleaved they alternate until the shorter ones are used up, and the rest is 0; with
+        time_last height and width alternate, then comes time. Valid only for a rope with sections.
         """
         if self.time_last:
             time, height, width = self.sections

@@ -44,7 +44,9 @@ class GatedNorm(nnx.Module):
         self.up = Linear(rank, (Source(f"{source}.W_up", size),), axes=("latent", "embed"), build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the normed and gated x, [T, D] -> [T, D]. The activation and the gate are computed in float32."""
+        """Return y * sigmoid(up(silu(down(y)))) for y = norm(x), [T, D] -> [T, D]. The activation and the gate are
+        computed in float32.
+        """
         y = self.norm(x)
         inner = jax.nn.silu(self.down(y, out_dtype=jnp.float32)).astype(x.dtype)
         return (y * jax.nn.sigmoid(self.up(inner, out_dtype=jnp.float32))).astype(x.dtype)

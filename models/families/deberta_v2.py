@@ -82,7 +82,9 @@ class DebertaV2Model(NamedEncoder):
 
     @classmethod
     def read_ranges(cls, fields: ConfigFields, kinds: tuple[str, ...]) -> Disentangled:
-        """Return the attention's parts by distance, of these kinds. Raises ModelConfigError for wrong fields."""
+        """Return the attention's parts by distance, of these kinds, from `position_buckets`, `max_relative_positions`,
+        `norm_rel_ebd` and `share_att_key`. Raises ModelConfigError for wrong fields.
+        """
         farthest, buckets = _farthest(fields), fields.value("position_buckets", -1)
         if type(buckets) is not int:
             raise fields.fail("position_buckets", "an integer")
@@ -93,7 +95,9 @@ class DebertaV2Model(NamedEncoder):
 
     @classmethod
     def read_convolution(cls, fields: ConfigFields) -> tuple[int, str] | None:
-        """Return EncoderConfig.convolution. Raises ModelConfigError for wrong fields."""
+        """Return EncoderConfig.convolution, (`conv_kernel_size`, `conv_act`); None if that size is 0 or absent. Raises
+        ModelConfigError for wrong fields, and for an even kernel or more than one group.
+        """
         kernel = fields.integer("conv_kernel_size", 0, minimum=0)
         if not kernel:
             return None
@@ -119,7 +123,9 @@ class DebertaV2Model(NamedEncoder):
         return Attention(self.config.attention[layer], self.config.hidden_size, **names)
 
     def make_disentangled(self, layer: int, **names: Any) -> DisentangledAttention:
-        """Return the new attention of index `layer`. names: further arguments of DisentangledAttention."""
+        """Return the new attention of layer index `layer`, with its own projections of positions. names: further
+        arguments of DisentangledAttention.
+        """
         source = f"{self.names.layer}.attention.self"
         own = (f"{source}.pos_key_proj", True), (f"{source}.pos_query_proj", True)
         return DisentangledAttention(self.config.attention[layer], self.config.hidden_size, own=own, **names)

@@ -78,7 +78,9 @@ class DeclaredLayer(nnx.Module):
         residuals: tuple[tuple[float, float], ...],
         build: Build,
     ):
-        """Create the norms of the form's placement. The first layer's first norm is an identity if the form says so."""
+        """Create the norms of the form's placement. The first layer's first norm is an identity unless `first_norm`.
+        residuals: for attention and MLP the factors of (x, the part's output), to which residual_multiplier is applied.
+        """
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
         offsets = [{"offset": each} for each in form.norm_offsets] or [{}] * len(form.norms)
         norms: list[nnx.Module] = [
@@ -237,7 +239,10 @@ class DeclaredForCausalLM(Decoder):
         return LoopedLayer(self._make_block(layer, replace(build, layer=self.config.stored_layer(layer))), norm)
 
     def _make_block(self, layer: int, build: Build) -> DeclaredLayer:
-        """Return a new layer of the checkpoint, number `build.layer`, as layer number `layer` of the model."""
+        """Return a new layer of the checkpoint, number `build.layer`, as layer number `layer` of the model. The factors
+        of its residuals are the form's or, if `depth_scaled`, sqrt((n - 1) / n) and 1 / sqrt(n), with n twice the
+        layer's number plus 2 for attention and 3 for the MLP.
+        """
         mixer, mlp = self.make_mixer(layer, build), self.make_mlp(layer, build) if self.form.up else None
         of_attention, of_state, of_mlp = self.form.residuals
         residuals = of_attention if self.config.attention[layer].state is None else of_state, of_mlp
@@ -247,9 +252,9 @@ class DeclaredForCausalLM(Decoder):
         return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:
-        """Return the attention of a layer, or the module that keeps its state (Mamba, Mamba-2, lightning attention, a
-        short convolution or a gated recurrence), as `config.attention[layer]` requires: ([T, D], cache, pages,
-        StepInputs) -> ([T, D], cache).
+        """Return the attention of a layer, over latents if it has them, or the module that keeps its state (Mamba,
+        Mamba-2, lightning attention, a short convolution or a gated recurrence), as `config.attention[layer]` requires:
+        ([T, D], cache, pages, StepInputs) -> ([T, D], cache).
         """
         config, form, own = self.config, self.form, self.config.attention[layer]
         size, eps, source = config.hidden_size, config.rms_norm_eps, f"{LAYER_NAME}.{form.mixer}"

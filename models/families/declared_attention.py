@@ -85,8 +85,8 @@ class DeclaredAttention(Attention):
     """
 
     def __init__(self, form: DeclaredForm, attention: LayerAttention, hidden_size: int, *, eps: float, build: Build):
-        """Create the projections, the norms of q and k, and, if the form names them, the norm of the heads' outputs and
-        the gate.
+        """Create the projections, of queries by way of `query_rank` if the form has it, the norms of q and k, and, if
+        the form names them, the norm of the heads' outputs and the gate.
         """
         norms = _qk_norms(form, attention, eps, build)
         super().__init__(

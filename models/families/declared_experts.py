@@ -134,8 +134,8 @@ def shared_of_size(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention, with a temperature of queries if `rope_parameters` has a llama_4_scaling_beta.
-    Raises ModelConfigError for wrong fields.
+    """Return the layer's attention, with a temperature of queries from original_max_position_embeddings on if
+    `rope_parameters` has a llama_4_scaling_beta. Raises ModelConfigError for wrong fields.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or {})
     if (beta := rope.number("llama_4_scaling_beta", None)) is None:
@@ -160,7 +160,9 @@ def _mistral_rope(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _mistral_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts with softmax scores. Raises ModelConfigError for wrong fields."""
+    """Return the ExpertsConfig as `sigmoid_experts` does, but with softmax scores and without correction. Raises
+    ModelConfigError for wrong fields, and for another scoring_func or moe_layer_freq.
+    """
     fields.require(scoring_func="softmax", moe_layer_freq=1)
     own = ConfigFields({key: value for key, value in fields.raw.items() if key != "scoring_func"})
     return replace(sigmoid_experts(own), scoring_func="softmax", correction_bias=False)

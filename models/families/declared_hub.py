@@ -145,8 +145,8 @@ def _pangu_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _pangu_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Return the ExpertsConfig of experts with sigmoid scores, corrected if `router_enable_expert_bias` is true; None
-    for a model without `n_routed_experts`. Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig that `sigmoid_experts` reads, with scores corrected if `router_enable_expert_bias` is
+    true; None for a model without `n_routed_experts`. Raises ModelConfigError for wrong fields.
     """
     if fields.value("n_routed_experts", None) is None:
         return None
@@ -164,9 +164,8 @@ def _param_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the number of KV heads, 1, the longest context, and `mlp_layer_types`, in which the layers that
-    `moe_layers_enum` names (a list, or a text separated by commas; all but the first without it) are sparse. Raises
-    ModelConfigError for wrong fields.
+    """Return `num_key_value_heads`, 1, and `mlp_layer_types`, in which the layers that `moe_layers_enum` names (a list,
+    or a text separated by commas; all but the first without it) are sparse. Raises ModelConfigError for wrong fields.
     """
     count, listed = fields.integer("num_hidden_layers"), fields.value("moe_layers_enum", None)
     listed = list(range(1, count)) if listed is None else listed

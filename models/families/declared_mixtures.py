@@ -137,8 +137,8 @@ def _step_ropes(fields: ConfigFields, kinds: list[str]) -> Mapping[str, Any]:
 def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return the kinds of attention and of MLPs, the ropes by kind, the window, and the heads of SLIDING layers, under
     the usual names. Raises ModelConfigError for wrong fields, and if `per_layer_config` contains anything else. The
-    window is 1 if no layer is SLIDING; `per_layer_config` and `rope_scaling` are None, as what they say is in the other
-    fields.
+    outer `rope_theta` is 10,000, and the window 1 if no layer is SLIDING; `per_layer_config` and `rope_scaling` are
+    None, as what they say is in the other fields.
     """
     count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     own = ConfigFields({**fields.raw, "layer_types": _of_layers(fields, "layer_types", count)})
@@ -287,8 +287,8 @@ _COMPASS = Row(
 
 def _beam_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types` (by default every sixth layer and the last are FULL), `mlp_layer_types` (by default the
-    first three are dense), and ropes by kind (by default none in FULL layers). Raises ModelConfigError for wrong
-    fields.
+    first three are dense), ropes by kind (by default none in FULL layers), and `rope_theta`, 10,000. Raises
+    ModelConfigError for wrong fields.
     """
     count = fields.integer("num_hidden_layers")
     usual = {SLIDING: {"rope_type": "default", "rope_theta": 10000.0}, FULL: None}
@@ -305,7 +305,7 @@ def _beam_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _beam_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with the window of its kind, and with its rope or, if it has none, a factor of
-    queries by position. Raises ModelConfigError for wrong fields.
+    queries, (1 + (position + 1) / 2048) ** 0.1. Raises ModelConfigError for wrong fields.
     """
     own = _compass_layer(fields, layer, attention)
     return own if own.rope is not None else replace(own, temperature=TemperatureTuning(2048.0, 0.1, 1, power=True))

@@ -88,8 +88,9 @@ def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, 
 
 
 def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts chosen by softmax scores in all layers that `mlp_layer_types` does not list
-    as dense. Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig of `num_experts`, or else `num_local_experts`, chosen by softmax scores, of size
+    `moe_intermediate_size` or else `intermediate_size`, in all layers that `mlp_layer_types` does not list as dense.
+    Raises ModelConfigError for wrong fields.
     """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),

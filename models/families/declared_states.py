@@ -260,7 +260,8 @@ def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
 
 def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `head_dim`, an equal part of the hidden size if the file has none, `intermediate_size`, half of the
-    file's, and `sliding_window`, the file's `attention_window_size`. Raises ModelConfigError for wrong fields.
+    file's, and `sliding_window`: `attention_window_size` or, without it, the file's own, 2048 by default. Raises
+    ModelConfigError for wrong fields.
     """
     size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if size % heads and not fields.has("head_dim"):
@@ -273,8 +274,8 @@ def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _griffin_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with `sliding_window` if `block_types`, which is repeated over the layers, has
-    "attention" for it; with a gated recurrence for "recurrent". By default every third layer attends. Raises
-    ModelConfigError for wrong fields.
+    "attention" for it; with a gated recurrence and no rope for "recurrent". By default every third layer attends.
+    Raises ModelConfigError for wrong fields.
     """
     kinds = fields.value("block_types", ["recurrent", "recurrent", "attention"])
     if not isinstance(kinds, (list, tuple)) or not kinds or {*map(str, kinds)} - {"recurrent", "attention"}:

@@ -211,7 +211,9 @@ class DeepseekV4ForCausalLM(Decoder):
 
 
 def read_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the experts of all layers. Raises ModelConfigError for wrong fields."""
+    """Return the experts of all layers, with a correction bias and a shared MLP of an expert's size; by default 6 of
+    256 for a token. Raises ModelConfigError for wrong fields.
+    """
     size = fields.integer("moe_intermediate_size")
     return ExpertsConfig(
         num_experts=fields.integer("n_routed_experts", 256),
@@ -226,7 +228,9 @@ def read_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def read_connections(fields: ConfigFields) -> HyperConnections:
-    """Return the connections of a layer's parts. Raises ModelConfigError for wrong fields."""
+    """Return the connections of a layer's parts, from `hc_mult`, `hc_sinkhorn_iters` and `hc_eps`. Raises
+    ModelConfigError for wrong fields.
+    """
     return HyperConnections(
         num_streams=fields.integer("hc_mult", 4),
         rounds=fields.integer("hc_sinkhorn_iters", 20),

@@ -72,7 +72,8 @@ class DeepseekV41Layer(DeepseekV4Layer):
 
     def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Return the hidden states and shares after the layer, [T, A * D + 3 * A] for x [T, A * D + 3 * A], and the
-        pool and states after this step, of which the last are ids of tokens in a layer with a memory.
+        pool and states after this step. A layer with a memory of n-grams first adds what that has for the tokens, and
+        its last states are ids of tokens.
         """
         if self.memory is None:
             return super().__call__(x, kv, pages, step)
@@ -255,8 +256,8 @@ def _latest(numbers: list[int], layer: int) -> int | None:
 
 
 def _numbers(fields: ConfigFields, name: str, count: int, default: list[int]) -> list[int]:
-    """Return the field `name`, a list of numbers of the first `count` layers, ascending; `default` if it is absent or
-    null. Raises ModelConfigError for another value.
+    """Return the field `name`, a list of numbers of the first `count` layers, ascending and each once; `default` if it
+    is absent or null. Raises ModelConfigError for another value.
     """
     given = fields.value(name, None)
     if given is None:

@@ -64,7 +64,9 @@ class DifferentialAttention(Attention):
         return [q, k, jnp.concatenate([pairs, pairs], axis=1), q[:, :0]]
 
     def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the outputs [T, N / 2, 2 H] of the pairs for those of the heads, o [T, N, 2 H]."""
+        """Return the outputs [T, N / 2, 2 H] of the pairs of heads, (1 - start) * rms_norm(first - factor * second),
+        for those of the heads, o [T, N, 2 H]: the first ones, then the second ones.
+        """
         first, second = jnp.split(o.astype(jnp.float32), 2, axis=1)
         return ((1 - self.start) * rms_normalized(first - self.factor * second, self.eps)).astype(o.dtype)
 

@@ -138,7 +138,9 @@ class DoryBlock(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, D] to ([T, D], the pool with this step's keys and values of the layer written)."""
+        """Map x [T, D] to ([T, D], the pool with this step's keys and values of the layer written). x, at a length of
+        one, is moved towards the output of attention, then, at a length of one again, towards that of the MLP.
+        """
         with jax.named_scope("attention"):
             x = unit(x)
             attended, kv = self.attention(x, kv, pages, step)
@@ -167,7 +169,11 @@ class DoryLayer(nnx.Module):
         self.block, self.loop = block, loop
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, 2 * D] to ([T, 2 * D], the pool with this step's keys and values of the layer written)."""
+        """Map x [T, 2 * D] to ([T, 2 * D], the pool with this step's keys and values of the layer written).
+
+        The halves of x are the hidden state, which the block maps, and the input of the loop. Where a loop begins, the
+        hidden state at a length of one becomes that input in the first loop, and the input is added to it in each.
+        """
         hidden, start = jnp.split(x, 2, axis=-1)
         if self.loop is not None:
             hidden = unit(hidden)

@@ -67,8 +67,8 @@ class ProjectedInputs(nnx.Module):
         self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Return the inputs [T, L, P] of all L layers of the model for the first layer's input x [T, D]. rows: as for
-        Linear.
+        """Return the inputs [T, L, P] of all L layers of the model for the first layer's input x [T, D]:
+        norm(project(x) / sqrt(D)). rows: as for Linear.
         """
         shape = x.shape[0], self.num_layers, self.own
         return self.norm(scaled(self.project(x, rows), x.shape[1] ** -0.5).reshape(shape))

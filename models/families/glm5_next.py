@@ -128,8 +128,8 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
 
 
 def _of_kind(attention: LayerAttention, kind: str, index: KeyIndex, state: GatedDelta) -> LayerAttention:
-    """Return the attention of a layer: with `index` for INDEXED, or with `state` and no latent for LINEAR, of the sizes
-    of what the others cache.
+    """Return the attention of a layer: with `index` for INDEXED, otherwise with `state`, without latent, scale and
+    biases, and with index.stored_size as the size of values, so that the pages have the size of the others'.
     """
     if kind == INDEXED:
         return replace(attention, index=index)

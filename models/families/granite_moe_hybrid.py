@@ -82,8 +82,8 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
 
 def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> ExpertsConfig:
-    """Return the ExpertsConfig for all layers, with `num_experts` experts and a shared MLP of size `shared_size`.
-    Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig for all layers, with `num_experts` experts of size `intermediate_size` and a shared MLP
+    of size `shared_size`. Raises ModelConfigError for wrong fields.
     """
     return ExpertsConfig(
         num_experts=num_experts,

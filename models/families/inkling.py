@@ -114,8 +114,8 @@ class InklingAttention(Attention):
         rows: StateRows,
         step: StepInputs,
     ) -> tuple[jax.Array, KVPages, tuple[jax.Array, jax.Array]]:
-        """Map x[T, D] to ([T, D], the pool with this step's keys and values written, the windows of keys and values
-        after this step's tokens).
+        """Attend with convolved keys and values: map x[T, D] to ([T, D], the pool with this step's keys and values
+        written, the windows of keys and values after this step's tokens).
         """
         with jax.named_scope("qkv"):
             q, k, v, _ = self._heads(self.qkv(x, step.rows))
@@ -132,7 +132,9 @@ class InklingAttention(Attention):
             return self.out(o.reshape(len(x), -1), step.rows), kv, (k_window, v_window)
 
     def _biases(self, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return what each head of tokens x [T, D] adds to the logits of keys by distance, f32[T, N, extent]."""
+        """Return what each head of tokens x [T, D] adds to the logits of keys by distance, f32[T, N, extent]: the
+        product of numbers projected from x and the table, times the tokens' temperature if there is one.
+        """
         numbers = self.relative(x, step.rows).reshape(len(x), self.spec.num_q_heads, -1)
         biases = jnp.einsum("tnr,re->tne", numbers, self.table[...], preferred_element_type=jnp.float32)
         return biases if step.temperature is None else biases * step.temperature[:, None, None]
@@ -168,7 +170,9 @@ class InklingLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, kv: tuple[KVPages, States], pages: tuple[LayerPages, StateRows], step: StepInputs
     ) -> tuple[jax.Array, tuple[KVPages, States]]:
-        """Map x[T, D] to ([T, D], the pool and the windows of LayerConvolutions.arrays after this step's tokens)."""
+        """Map x[T, D] to ([T, D], the pool and the windows of LayerConvolutions.arrays after this step's tokens). The
+        outputs of attention and MLP are convolved before they are added to x.
+        """
         (pool, (keys, values, attended, fed)), (own_pages, rows) = kv, pages
         with jax.named_scope("attention"):
             windows = keys, values
@@ -313,8 +317,9 @@ def _read_experts(fields: ConfigFields) -> tuple[ExpertsConfig, int]:
 
 def _read_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
     """Return the layers with windows, heads, biases and convolutions by their kind: `layer_types` lists them, or else
-    `local_layer_ids` those with windows, or else each but every sixth has one. Raises ModelConfigError for a field that
-    is wrong.
+    `local_layer_ids` those with windows, or else each but every sixth has one. Those with windows have the sizes of
+    heads in `swa_` fields, others the temperature of `log_scaling_` fields. Raises ModelConfigError for a field that is
+    wrong.
     """
     window, floor = fields.integer("sliding_window_size"), fields.integer("log_scaling_n_floor", None)
     strength = 0.1 if fields.value("log_scaling_alpha", None) is None else fields.value("log_scaling_alpha")

@@ -83,7 +83,7 @@ class BiasedExperts(nnx.Module):
         self.bias = declare((size,), build.dtype, ParamDecl((None,), (Source(f"{source}.bias", size),), init_std=0.02))
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Return the layer's output [T, D] for x [T, D]."""
+        """Return the experts' output [T, D] for x [T, D] plus the learned bias."""
         return (self.experts(x, rows).astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 

@@ -185,15 +185,16 @@ class ElementwiseGatedAttention(LatentAttention):
         self.gate = Linear(hidden_size, (gate,), axes=("embed", "heads"), build=build)
 
     def gated(self, o: jax.Array, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the heads' outputs o [T, N * Hv] multiplied by the gates, which are projected from x [T, D]. Computed
-        in float32; returned in the dtype of o.
+        """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates, which are projected from x [T, D].
+        Computed in float32; returned in the dtype of o.
         """
         return times_gate(o, self.gate(x, step.rows, out_dtype=jnp.float32))
 
 
 def read_parts(fields: ConfigFields) -> KimiK3Parts:
-    """Return what the layers have of Kimi K3, whose text_config names this class. Raises ModelConfigError for wrong
-    fields.
+    """Return what the layers have of Kimi K3, whose text_config names this class: blocks of `attn_res_block_size`
+    layers, a gate of latent attention's output, SiTU in place of SiLU, and a norm of experts' latents. Raises
+    ModelConfigError for wrong fields.
     """
     situ = None
     if fields.text("hidden_act", "silu") == "situ":

@@ -98,7 +98,9 @@ class PositionScale(nnx.Module):
         )
 
     def __call__(self, q: jax.Array, step: StepInputs) -> jax.Array:
-        """Return queries q [T, N, .] of a step's tokens, multiplied by their factors, in q's dtype."""
+        """Return queries q [T, N, .] of a step's tokens, times log(1 + position) * scale + bias of each head, in q's
+        dtype.
+        """
         assert step.positions is not None
         scale, bias = self.scale[...], self.bias[...]
         factors = jnp.log1p(step.positions.astype(jnp.float32))[:, None] * scale + bias
@@ -116,7 +118,9 @@ class ScaledIndexer(Indexer):
         self.scale = PositionScale(index.num_heads, source=f"{source}.softmax_scaling", axis=None)
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the same as Indexer. q_latent: [T, D], the hidden state x."""
+        """Return Indexer's result for normed q_latent, with queries multiplied by `scale`. q_latent: [T, D], the hidden
+        state x.
+        """
         q, weights, k = super().__call__(x, self.q_norm(q_latent), step)
         return self.scale(q, step), weights, k
 
@@ -141,7 +145,9 @@ class MistralLarge4Attention(SparseLatentAttention):
         self.alpha = declare((rope_dim // 2,), jnp.float32, of_all)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's latents and this layer's keys of the indexer written)."""
+        """Map x[T, D] to ([T, D], the pool with this step's latents and this layer's keys of the indexer written). Its
+        rope, if any, is scaled by exp of the layer's weight `alpha`.
+        """
         if self.rope is not None:
             assert step.positions is not None
             with jax.named_scope("rope_table"):
@@ -151,7 +157,7 @@ class MistralLarge4Attention(SparseLatentAttention):
     def project(
         self, x: jax.Array, step: StepInputs
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None, jax.Array]:
-        """Return the same as LatentAttention, with scaled queries."""
+        """Return what LatentAttention.project returns, with both parts of the queries multiplied by `scale`."""
         (q, q_rope), keys, q_latent = super().project(x, step)
         return (self.scale(q, step), self.scale(q_rope, step)), keys, q_latent
 

@@ -79,7 +79,10 @@ class CrossLayer(nnx.Module):
         return lax.cond(cross.is_needed, lambda x: self._with_pictures(cross, x, step), lambda x: x, x), kv
 
     def _with_pictures(self, cross: WithPictures, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the layer's output [T, D] for x [T, D] in a step in which some token has images in its sequence."""
+        """Return x [T, D] plus gated cross-attention, then plus the gated MLP of that, in a step in which some token
+        has images in its sequence. Attention adds nothing to tokens of a sequence without images, the MLP also nothing
+        before its first image.
+        """
         with jax.named_scope("cross_attention"):
             more, sees = cross(self.input_norm(x), step.rows)
             x = self._added(x, more, self.cross_gate, sees > NOTHING)
@@ -126,7 +129,8 @@ class MllamaForConditionalGeneration(LlamaForCausalLM):
     @classmethod
     def _read_text(cls, text: ConfigFields) -> tuple[dict[str, Any], tuple[int, ...]]:
         """Return (keyword arguments of ModelConfig without the architecture and the tower, the numbers of the layers
-        that attend to images) of the text part of a config.json. Raises ModelConfigError for wrong fields.
+        that attend to images) of the text part of a config.json. These layers do not attend to keys of tokens, and
+        vocab_size includes FURTHER_TOKENS that get no logits. Raises ModelConfigError for wrong fields.
         """
         text.require(attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
         shared = super().read_hf(text)

@@ -62,8 +62,8 @@ def _form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention, whose rope is not scaled if `rope_scaling_layers` is a list without the layer.
-    Raises ModelConfigError for a list of anything but integers.
+    """Return the layer's attention, which is `mutual`, and whose rope is not scaled if `rope_scaling_layers` is a list
+    without the layer. Raises ModelConfigError for a list of anything but integers.
     """
     listed = fields.value("rope_scaling_layers", None)
     if listed is not None and (not isinstance(listed, list) or any(type(each) is not int for each in listed)):

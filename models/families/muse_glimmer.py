@@ -193,8 +193,7 @@ def _ropes(fields: ConfigFields) -> list[Rope | None]:
     """Return the rope of each layer, None where `layer_rope_theta` is 0; without this list, in the last layer and every
     fourth before it.
 
-    Raises ModelConfigError for another list than one with 0 or the rope's own base for each layer: transformers rotates
-    all layers by that base.
+    Raises ModelConfigError for another list than one with 0 or the rope's own base for each layer.
     """
     rope, name = read_rope(fields, read_head_dim(fields)), "layer_rope_theta"
     bases = read_each_layer(fields, name, (0, rope.theta))

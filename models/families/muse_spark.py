@@ -68,7 +68,9 @@ class ResidualGate(nnx.Module):
         self.gate, self.temperature = declare((size,), jnp.float32, gate), temperature
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Return a * x + b * y for x and y [T, D], computed in float32, in x's dtype."""
+        """Return a * x + b * y for x and y [T, D], computed in float32, in x's dtype: b = sigmoid(gate / temperature),
+        a = sqrt(1 - b^2).
+        """
         gate = self.gate[...] / self.temperature
         ours = jax.nn.sigmoid(gate)
         kept = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-gate) * (1.0 + ours), _LEAST))

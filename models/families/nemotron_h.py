@@ -53,7 +53,9 @@ class MixerLayer(nnx.Module):
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:
-        """Where taps find the mixer (jaxengine.models.layers.taps.path_of): it is the layer's only part."""
+        """Where taps find the mixer, the layer's only part (jaxengine.models.layers.taps.path_of): as MLP if it is an
+        MLP or experts, else as ATTENTION.
+        """
         return {taps.MLP if self.kind in (FEED_FORWARD, EXPERTS) else taps.ATTENTION: ("mixer",)}
 
     def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
@@ -182,7 +184,8 @@ def _read_blocks(fields: ConfigFields) -> tuple[ConfigFields, tuple[tuple[int, i
 
 def _state(fields: ConfigFields) -> StateSpace:
     """Return the state of Mamba-2's layers. The bounds of time steps are `time_step_limit`; in a file that lists the
-    kinds of layers, they are `time_step_min` (0.001 by default) and infinity. Raises ModelConfigError for wrong fields.
+    kinds of layers and has no `block_configs`, they are `time_step_min` (0.001 by default) and infinity. Raises
+    ModelConfigError for wrong fields.
     """
     low, high = read_dt_limits(fields)
     if (fields.has("layers_block_type") or fields.has("layer_types")) and not fields.has(_BLOCKS):

@@ -30,7 +30,7 @@ _NAMES = CheckpointNames(
 
 
 def _with_text(fields: ConfigFields) -> ConfigFields:
-    """Return the fields with `llm_config` as `text_config`. Raises ModelConfigError without it."""
+    """Return the fields with `llm_config`, if it is present, as `text_config`."""
     return ConfigFields({**fields.raw, "text_config": fields.value("llm_config", fields.value("text_config", None))})
 
 

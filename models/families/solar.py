@@ -30,7 +30,10 @@ class SolarLayer(LlamaLayer):
         self.kept, self.mixed, self.share = kept, mixed, share
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, 3 D] to ([T, 3 D], the pool with this step's keys and values of this layer written)."""
+        """Map x [T, 3 D] to ([T, 3 D], the pool with this step's keys and values of this layer written). x is the
+        hidden state and two kept ones, which it replaces where `kept`; where `mixed`, it becomes their mean, with
+        weight `share` of the kept.
+        """
         x, *others = jnp.split(x, 3, axis=-1)
         others = [x if keeps else other for keeps, other in zip(self.kept, others, strict=True)]
         for mixes, other in zip(self.mixed, others, strict=True):

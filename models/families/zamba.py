@@ -91,7 +91,8 @@ def _layers_with_block(fields: ConfigFields) -> tuple[int, ...]:
     """Return the numbers of the layers that have the block, HYBRID in `layers_block_type`, or in `layer_types`.
 
     By default these are layer number 2 and, of those after it, counted from 0, each that leaves `attn_layer_offset`
-    when divided by `attn_layer_period`. Raises ModelConfigError for other kinds and for a list of another length.
+    when divided by `attn_layer_period`. Raises ModelConfigError for other kinds and for a list of another length, and
+    without a list for fewer than 3 layers.
     """
     count, allowed = fields.integer("num_hidden_layers"), (HYBRID, *MAMBA)
     period, offset = fields.integer("attn_layer_period", 6), fields.integer("attn_layer_offset", 4, minimum=0)

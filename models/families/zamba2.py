@@ -68,7 +68,9 @@ class AddedProducts(nnx.Module):
         self.ups = nnx.List([Linear(downs[0].rows, tuple(up), axes=("latent", axis), build=build) for up in ups])
 
     def __call__(self, x: jax.Array, rows: Rows, *, out_dtype: Any = None) -> jax.Array:
-        """Return this device's part of the sum, [T, N], for x [T, D]. out_dtype: its dtype; None for that of x."""
+        """Return this device's part of the sum of `base` and the low-rank products, [T, N], for x [T, D]. out_dtype:
+        its dtype; None for that of x.
+        """
         inner = jnp.split(self.down(x, rows), len(self.ups), axis=-1)
         added = [up(part, rows, out_dtype=out_dtype) for up, part in zip(self.ups, inner, strict=True)]
         return self.base(x, rows, out_dtype=out_dtype) + jnp.concatenate(added, axis=-1)
@@ -123,8 +125,7 @@ class TransformerBlock(nnx.Module):
 
     def share(self, other: TransformerBlock) -> None:
         """Take the weights of the block `other` in place of the own ones. The low-rank products, the projection that
-        follows the block and the pools for adapters stay those of the layer: transformers ties weights, not modules,
-        so that PEFT gives each layer's projections an adapter of their own.
+        follows the block and the pools for adapters stay those of the layer, as in transformers and PEFT.
         """
         self.input_norm, self.mlp_norm = other.input_norm, other.mlp_norm
         for own, shared in (
@@ -136,7 +137,9 @@ class TransformerBlock(nnx.Module):
             own.share(shared)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, 2 * D] to ([T, D], the pool with this step's keys and values of the layer written)."""
+        """Map x [T, 2 * D] to (out(mlp(norm(attention(norm(x))))) [T, D], the pool with this step's keys and values of
+        the layer written).
+        """
         with jax.named_scope("attention"):
             x, kv = self.attention(self.input_norm(x), kv, pages, step)
         with jax.named_scope("mlp"):
@@ -171,6 +174,9 @@ class Zamba2Layer(nnx.Module):
     def __call__(self, x: jax.Array, kv: Any, pages: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x [T, 2 * D] to ([T, 2 * D], the layer's cache after this step's tokens): the states alone or, with a
         block, the pool and the states.
+
+        x is a hidden state h and the token's embedding, which stays; h becomes h + mamba(norm(h + block(x))), without
+        block(x) in a layer that has no block.
         """
         hidden, embedding = jnp.split(x, 2, axis=-1)
         kept: Any = kv if self.block is None else kv[1]
@@ -263,8 +269,8 @@ class Zamba2ForCausalLM(Decoder):
 
 def _layers_with_block(fields: ConfigFields) -> tuple[int, ...]:
     """Return the numbers of the layers that have a transformer block, "hybrid" in `layers_block_type`, or in
-    `layer_types`. By default they are Zamba2-2.7B's. Raises ModelConfigError for other kinds and for a list of another
-    length.
+    `layer_types`. By default they are Zamba2-2.7B's. Raises ModelConfigError for other kinds, for a list of another
+    length, and without a list for another number of layers.
     """
     count, allowed = fields.integer("num_hidden_layers"), (HYBRID, *MAMBA)
     usual = [HYBRID if layer in _HYBRID_LAYERS else MAMBA[0] for layer in range(_DEFAULTS["num_hidden_layers"])]

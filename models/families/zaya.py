@@ -67,7 +67,7 @@ class Scaled(nnx.Module):
         self.scale, self.bias = (_vector(name, size, build, value) for name, value in zip(names, (1, 0), strict=True))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return f32[T, D] for x [T, D]."""
+        """Return (x + bias) * scale of each element, f32[T, D] for x [T, D]."""
         wide = x.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return wide * self.scale[...].astype(jnp.float32)
 
@@ -91,8 +91,10 @@ class ZayaRouter(nnx.Module):
         self.inner = nnx.List([linear(size, f"router_mlp.{name}") for name in ("fc1", "fc2")])
 
     def __call__(self, x: jax.Array, before: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        """Return the hidden states [T, R] for the next layer, and what scores are projected from, [T, R]. x: [T, D].
-        before: [T, R], those of the layer before.
+        """Return the hidden states [T, R] for the next layer, and what scores are projected from, [T, R].
+
+        The former are a projection of x [T, D] plus the weighted `before` [T, R], those of the layer before, if there
+        is one; the latter their norm after layers with GELU.
         """
         state = self.down(x, rows)
         if self.before is not None:
@@ -140,7 +142,11 @@ class ZayaLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, kv: tuple[KVPages, States], pages: tuple[LayerPages, StateRows], step: StepInputs
     ) -> tuple[jax.Array, tuple[KVPages, States]]:
-        """Map x[T, 2 * D + R] to (the same for the next layer, the pool and the states after this step's tokens)."""
+        """Map x[T, 2 * D + R] to (the same for the next layer, the pool and the states after this step's tokens).
+
+        x is the hidden state, in two parts that are added in float32, and the router's state. Outputs of attention and
+        experts and what they are added to are scaled.
+        """
         size, dtype = self.input_norm.weight.shape[0], x.dtype
         high, low, before = jnp.split(x, [size, 2 * size], axis=1)
         with jax.named_scope("attention"):
@@ -224,6 +230,8 @@ class ZayaForCausalLM(Decoder):
         return FirstRMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     def first_input(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """Return a step's embeddings x [T, D] as [T, 2 * D + R]: scaled, as two numbers for each element, and zeros."""
+        """Return a step's embeddings x [T, D] as [T, 2 * D + R]: scaled by `scaled`, as two numbers for each element,
+        and R zeros.
+        """
         parts = jnp.concatenate(in_two(self.scaled(x), x.dtype), axis=1)
         return jnp.pad(parts, ((0, 0), (0, self.config.stream_size - parts.shape[1])))

@@ -63,8 +63,8 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class DenseModules(nnx.Module):
     """Chain of the Dense modules of sentence-transformers: f32[R, D] -> f32[R, N], computed in float32.
 
-    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on. They are never
-    quantised: they are in files of their own, which a checkpoint's quantization_config does not describe.
+    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on. They are in files of
+    their own and never quantised.
     """
 
     def __init__(self, dense: Sequence[Dense], build: Build):

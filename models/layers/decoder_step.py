@@ -256,8 +256,8 @@ def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
     graph, state: results of `nnx.split` of the layer. The other arguments are those of a DecoderLayer. Notes: an
     nnx.State that contains only the Notes of the layer's modules.
 
-    Layers of one kind have equal graphs and share one trace. Each step needs a new function, so that steps do not share
-    traces: a user-defined layer may read values that have changed since another step was traced.
+    Layers with equal graphs share one trace. Each step needs a new function, since a user-defined layer may read values
+    that have changed.
     """
 
     @partial(jax.jit, static_argnums=0)

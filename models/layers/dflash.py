@@ -44,7 +44,9 @@ class ContextAttention(Attention):
     """Attention whose keys and values can be written without queries, from hidden states that are not the layer's."""
 
     def write(self, context: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> KVPages:
-        """Return the pool with the keys and values of hidden states `context` [T, D] written."""
+        """Return the pool with the normed, rotated keys and the values of hidden states `context` [T, D] written to
+        pages.
+        """
         with jax.named_scope("context"):
             q, k, v, _ = self._heads(self.qkv(context, step.rows))
             (_, k), v = self.rotate(q, k, step), self.values(v)
@@ -65,7 +67,9 @@ class DFlashLayer(nnx.Module):
         self.mlp = GatedMLP(*sizes, source=f"{_LAYER}.mlp", bias=config.mlp_bias, build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, D] to ([T, D], the pool with the block's keys and values written)."""
+        """Map x [T, D] to ([T, D], the pool with the block's keys and values written): attention, then an MLP, each of
+        a norm of its input and added to that.
+        """
         with jax.named_scope("attention"):
             attended, kv = self.attention(self.input_norm(x), kv, pages, step)
             x = x + attended

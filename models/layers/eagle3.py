@@ -47,6 +47,9 @@ class Eagle3Layer(nnx.Module):
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Map x [T, 2 * D], embeddings followed by hidden states, to (hidden states [T, D], the pool with this step's
         keys and values written).
+
+        Attention gets the norms of both; its output is added to the hidden states, normed if `norm_before_residual`,
+        and an MLP follows.
         """
         with jax.named_scope("attention"):
             embeddings, hidden = jnp.split(x, 2, axis=-1)

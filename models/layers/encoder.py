@@ -123,7 +123,7 @@ class EncoderEmbeddings(nnx.Module):
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Return the embeddings [T, D] of tokens i32[T], whose ids contain their token types (EncoderConfig), at
-        positions i32[T].
+        positions i32[T]: the norm of the sum of the rows of token, type, task and position, as far as there are tables.
         """
         x = self.token_rows(token_ids % self.num_rows, positions)
         if self.types is not None:
@@ -195,7 +195,9 @@ class ConvolvedLayer(PostNormLayer):
         self.norm = LayerNorm(size, eps, source=f"{source}.LayerNorm", build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, D] to ([T, D], the pool). step: its `of_layer` is the result of `taps_within`, [T, kernel]."""
+        """Map x [T, D] to ([T, D], the pool): the norm of the layer's output plus the activated convolution of x. step:
+        its `of_layer` is the result of `taps_within`, [T, kernel].
+        """
         y, kv = super().__call__(x, kv, pages, step)
         assert step.of_layer is not None
         with jax.named_scope("conv"):
@@ -298,7 +300,7 @@ class NamedEncoder(Encoder):
         return ACTIVATIONS[self.config.encoder.activation]
 
     def make_mlp(self, build: Build) -> nnx.Module:
-        """Return a layer's new MLP, which maps ([T, D], the step's Rows) to [T, D]."""
+        """Return a layer's new MLP with biases, named by `names`, which maps ([T, D], the step's Rows) to [T, D]."""
         names, sizes = self.names, (self.config.hidden_size, self.config.intermediate_size)
         activation, modules = self.activation, {"up": names.up, "down": names.down}
         assert build.layer is not None

@@ -238,8 +238,7 @@ def run_exact(
 
     segment_ids: i32[B, T], cut rows into sequences; None for one sequence per row. Logits are meaningless where it is
     negative. positions: i32[B, T]; None to count from each sequence's first token. model: of a class that is not exact,
-    and that passes `check_exact` and check_unpaged, which are not called here. A page holds one token, and tokens lie
-    in the pool in their order.
+    and that passes `check_exact` and check_unpaged, which are not called here.
     """
     num_rows, length = token_ids.shape
     count = num_rows * length

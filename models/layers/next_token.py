@@ -34,8 +34,9 @@ _SHARED = ("embed_tokens.", "shared_head.head.")
 
 @cache
 def next_token_class(family: type[Decoder]) -> type[Decoder]:
-    """Return the class of the family's next-token layer, the same class for the same family. Its constructor takes the
-    ModelConfig of `with_next_layer` and a Build, whose stage is not read.
+    """Return the class of the family's next-token layer, cached by family: one layer between norms of its own, whose
+    input is projected from both a hidden state and an embedding. Its constructor takes the ModelConfig of
+    `with_next_layer` and a Build, whose stage is not read.
     """
 
     class NextToken(family):

@@ -109,7 +109,9 @@ class ParamDecl:
 
     @property
     def joined_axis(self) -> int:
-        """Index of the weight's axis along which the sources are joined."""
+        """Axis of the weight along which sources are joined: the last if transposed, else the first but that of
+        experts.
+        """
         return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
 
 
@@ -189,8 +191,9 @@ def numbered(name: str, layer: int | None) -> str:
 
 
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
-    """Yield the weights of a model or of a part of one, abstract or real, in module order. A model and its towers must
-    have their layers, in order, in an attribute `layers` (jaxengine.models.causal_lm.CausalLM).
+    """Yield the weights of a model or of a part of one, abstract or real, in module order, with the layer's number in
+    the names of sources. A model and its towers must have their layers, in order, in an attribute `layers`
+    (jaxengine.models.causal_lm.CausalLM).
     """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]

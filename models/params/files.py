@@ -31,8 +31,8 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
     """Return the resolved path of the file `name` of a model's folder; the file need not exist.
 
     Raises ModelFileError if `name` is empty, absolute, or has "..", a backslash or NUL, if a link leads out of the
-    folder, and if the path cannot be resolved. One kind of link out is legitimate: the Hugging Face cache keeps files
-    in <model>/blobs, and <model>/snapshots/<revision> holds links to them.
+    folder, and if the path cannot be resolved. Links of the Hugging Face cache, from <model>/snapshots/<revision> to
+    <model>/blobs, are allowed.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:

@@ -20,8 +20,7 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 class StackedExperts(NamedTuple):
     """Storage of the matrices of all experts of a layer in one tensor (see jaxengine.models.weights.views.stacked).
 
-    The default is that of transformers 5, which holds experts so in memory whatever a checkpoint has: trainers send
-    such tensors, and some save them.
+    The default is that of transformers 5, which trainers send and some save.
 
     interleaved: rows of gate and up alternate; otherwise all of gate come first. out_first: a matrix is [out, in], like
     that of a linear layer; otherwise [in, out]. None if checkpoints differ, so that shapes decide; a square matrix then
@@ -149,7 +148,9 @@ class CheckpointNames(NamedTuple):
         )
 
     def renamed(self, stored: str) -> str:
-        """Return the model's name of the checkpoint's tensor or module `stored`."""
+        """Return the model's name of the checkpoint's tensor or module `stored`, by prefixes, suffixes, halves and
+        parts.
+        """
         name = renamed(stored, self.prefixes)
         name = next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
         if self.halves is not None and (found := _IN_LAYER.search(name)) is not None:

@@ -41,7 +41,7 @@ class StoredNames:
 
     def faults(self, found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return faults (tensor of the checkpoint, what is wrong), given those of the view's tensors. A tensor of which
-        the view has several parts has one fault, its first part's.
+        the view has several parts has one fault, that of the first in `found`, with this part's name.
         """
         faults: dict[str, str] = {}
         for name, text in found:

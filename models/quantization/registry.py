@@ -60,7 +60,8 @@ def read_quantization(
     suffixes: tuple[tuple[str, str], ...] = (),
     parts: tuple[tuple[str, str], ...] = (),
 ) -> Quantization | None:
-    """Return the Quantization that a checkpoint's quantization_config describes; None if `settings` is None.
+    """Return the Quantization that a checkpoint's quantization_config describes, read by the reader of its
+    `quant_method`; None if `settings` is None.
 
     prefixes: pairs of a beginning of the checkpoint's names and the model's replacement. suffixes: such pairs for ends
     of the names of its tensors. parts: such pairs for parts of names. Raises ModelConfigError for an unsupported

@@ -43,11 +43,7 @@ def read_audioflamingo3(fields: ConfigFields) -> AudioFlamingo3TowerConfig:
 
 
 class AudioFlamingo3Tower(Qwen2AudioTower):
-    """Tower of Audio Flamingo 3.
-
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
-    """
+    """Tower of Audio Flamingo 3."""
 
     def __init__(self, config: AudioFlamingo3TowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -211,7 +211,8 @@ class SoundEncoder(nnx.Module):
         self.norm = LayerNorm(size, EPS, source=f"{source}.layer_norm", build=build)
 
     def __call__(self, patches: jax.Array, is_heard: jax.Array | None = None) -> jax.Array:
-        """Return the encoded windows [U * S / pooled, D] for the spectrograms of U windows, f32[U * 2 S, F].
+        """Return the encoded windows [U * S / pooled, D] for the spectrograms of U windows, f32[U * 2 S, F]:
+        convolutions, positions, layers, means of `pooled` neighbours, and the last norm.
 
         is_heard: bool[U, S], positions that layers attend to; None for all.
         """

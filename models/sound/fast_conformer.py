@@ -140,8 +140,9 @@ class Subsampling(nnx.Module):
         self.out = linear(inner, f"{source}.out", config.hidden_size, ("embed", "embed"), build)
 
     def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return [U * S, D] of spectrograms x [U, P, B], of which lengths i32[U] frames belong to the sounds. What
-        comes after a sound is zero before each convolution.
+        """Return [U * S, D] of spectrograms x [U, P, B], of which lengths i32[U] frames belong to the sounds:
+        convolutions with ReLU that each halve P and B, then a projection. What comes after a sound is zero before each
+        convolution.
         """
         dtype = self.mixers[0].dtype
 
@@ -195,8 +196,8 @@ class DistanceAttention(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Return the attention output [U * S, D], without the residual, of norm(x), x [U * S, D]. is_heard: bool[U, S],
-        positions that are attended to.
+        """Return the attention output [U * S, D], without the residual, of norm(x), x [U * S, D], with products of
+        queries with keys and with vectors of distances. is_heard: bool[U, S], positions that are attended to.
         """
         count, exact = is_heard.shape[1], {"preferred_element_type": jnp.float32}
         q, k, v = (

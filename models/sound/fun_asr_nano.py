@@ -233,8 +233,7 @@ class FunAsrLayer(nnx.Module):
 class FunAsrTower(nnx.Module):
     """Tower of Fun-ASR-Nano.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: FunAsrTowerConfig, hidden_size: int, build: Build):

@@ -339,8 +339,7 @@ class Gemma4SoundLayer(nnx.Module):
 class Gemma4SoundTower(nnx.Module):
     """Tower of sounds of Gemma 4 and the product that follows it.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Gemma4SoundConfig, hidden_size: int, build: Build):

@@ -104,8 +104,7 @@ def _read_rope(audio: ConfigFields, head_dim: int) -> tuple[int, float]:
 class GlmAsrTower(nnx.Module):
     """Tower of GLM-ASR.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: GlmAsrTowerConfig, hidden_size: int, build: Build):

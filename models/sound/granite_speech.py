@@ -95,7 +95,9 @@ class GraniteSpeechConfig(TowerConfig):
 
     @property
     def heard_size(self) -> int:
-        """Number of elements of what the Q-Former reads at a position."""
+        """Number of elements of what the Q-Former reads at a position: hidden_size for the last layer and each of
+        `joined`.
+        """
         return self.hidden_size * (len(self.joined) + 1)
 
     @property
@@ -290,8 +292,7 @@ class _Layer(ConformerLayer):
 class GraniteSpeechTower(nnx.Module):
     """Tower of Granite Speech.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: GraniteSpeechConfig, hidden_size: int, build: Build):

@@ -78,8 +78,7 @@ def read_moss_transcribe(fields: ConfigFields, norm_eps: float) -> MossTranscrib
 class MossTranscribeTower(nnx.Module):
     """Tower of MOSS-Transcribe-Diarize.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: MossTranscribeTowerConfig, hidden_size: int, build: Build):

@@ -79,11 +79,7 @@ def _pairs(size: int, share: float) -> int:
 
 
 class MusicFlamingoTower(AudioFlamingo3Tower):
-    """Tower of Music Flamingo.
-
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
-    """
+    """Tower of Music Flamingo."""
 
     config: MusicFlamingoTowerConfig
 

@@ -87,8 +87,7 @@ def read_nemotron_sound(fields: ConfigFields) -> NemotronSoundConfig:
 class NemotronSoundTower(FastConformer):
     """Tower of sounds of Nemotron-H Omni.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: NemotronSoundConfig, hidden_size: int, build: Build):

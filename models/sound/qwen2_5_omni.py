@@ -64,8 +64,7 @@ def read_qwen2_5_omni_sound(fields: ConfigFields, hidden_size: int) -> Qwen2_5Om
 class Qwen2_5OmniSoundTower(nnx.Module):
     """Tower of sounds of Qwen2.5-Omni.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Qwen2_5OmniSoundConfig, hidden_size: int, build: Build):

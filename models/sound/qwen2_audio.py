@@ -64,8 +64,7 @@ def read_qwen2_audio(fields: ConfigFields, defaults: Mapping[str, Any] = DEFAULT
 class Qwen2AudioTower(nnx.Module):
     """Tower of Qwen2-Audio.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Qwen2AudioTowerConfig, hidden_size: int, build: Build):

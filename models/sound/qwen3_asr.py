@@ -133,8 +133,7 @@ class Halving(nnx.Module):
 class Qwen3ASRTower(nnx.Module):
     """Tower of Qwen3-ASR.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Qwen3ASRTowerConfig, hidden_size: int, build: Build):

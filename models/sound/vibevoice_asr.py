@@ -103,9 +103,9 @@ class VibeVoiceTowerConfig(TowerConfig):
 def read_vibevoice_asr(fields: ConfigFields) -> VibeVoiceTowerConfig:
     """Return the tower's configuration from a config.json. A window is at least four times as long as its context.
 
-    `vae_std` is not read: it is the scale of noise that transformers adds to acoustic results by default, and not with
-    sample=False. `acoustic_tokenizer_chunk_size` affects no result. Raises ModelConfigError for wrong fields, for sizes
-    that are too large, and for stacks whose results are of different numbers of samples.
+    `vae_std` is not read: it is the scale of noise that transformers adds unless sample=False.
+    `acoustic_tokenizer_chunk_size` affects no result. Raises ModelConfigError for wrong fields, for sizes that are too
+    large, and for stacks whose results are of different numbers of samples.
     """
     acoustic = _read_stack(fields.part_or_empty(f"{ACOUSTIC}_config", **_DEFAULTS, hidden_size=64))
     own = fields.part_or_empty(f"{SEMANTIC}_config", **_DEFAULTS, hidden_size=64)
@@ -181,7 +181,9 @@ class CausalConvolution(nnx.Module):
         self.bias = vector(size, f"{source}.bias", build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the convolution [U, T / stride, size] of x [U, T, channels], each window by itself."""
+        """Return the convolution [U, T / stride, size] of x [U, T, channels], each of the U by itself, with taps -
+        stride zeros before it.
+        """
         y = lax.conv_general_dilated(
             x,
             self.weight[...].reshape(self.shape),
@@ -247,8 +249,7 @@ class ConvolutionStack(nnx.Module):
 class VibeVoiceTower(nnx.Module):
     """Tower of VibeVoice-ASR.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: VibeVoiceTowerConfig, hidden_size: int, build: Build):

@@ -61,8 +61,7 @@ def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
 class VoxtralTower(nnx.Module):
     """Tower of Voxtral.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: VoxtralTowerConfig, hidden_size: int, build: Build):

@@ -68,8 +68,8 @@ class AriaTowerConfig(VitTowerConfig):
 
 
 def read_aria_tower(fields: ConfigFields) -> AriaTowerConfig:
-    """Return the tower's configuration from a config.json, with transformers' defaults. Raises ModelConfigError for
-    wrong fields.
+    """Return the tower's configuration from a config.json, with transformers' defaults and the hidden states that
+    `vision_feature_layer` (default: -1) selects. Raises ModelConfigError for wrong fields.
     """
     vision = fields.part_or_empty("vision_config", **DEFAULTS)
     if vision.text("model_type", _VISION) != _VISION:
@@ -109,9 +109,9 @@ def _read_queries(fields: ConfigFields) -> tuple[tuple[int, int], ...]:
 class AriaTower(nnx.Module):
     """Vision tower of Aria.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower): Q of each unit, of which those of crops with fewer patches are the first. "place" is
-    the learned position of a patch; -1 for padding, which no patch and no query attends to.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D]: Q of each unit, of which those of
+    crops with fewer patches are the first. "place" is the learned position of a patch; -1 for padding, which no patch
+    and no query attends to.
     """
 
     def __init__(self, config: AriaTowerConfig, hidden_size: int, build: Build):
@@ -155,8 +155,9 @@ class _Projector(nnx.Module):
         self.down = linear(hidden_size, f"{mlp}.linear_out", hidden_size, ("ffn", "embed"), build, bias=False)
 
     def __call__(self, states: jax.Array, is_key: jax.Array) -> jax.Array:
-        """Return the embeddings [U * Q, D] of the crops with patch states [U * S, E]. is_key: bool[U, S], patches that
-        are attended to; a crop without any gets the mean of its values.
+        """Return the embeddings [U * Q, D] of the crops with patch states [U * S, E]: what learned queries attend to in
+        them, normed, after an MLP. is_key: bool[U, S], patches that are attended to; a crop without any gets the mean
+        of its values.
         """
         own, patches = self.query_norm(self.queries[...]), self.patch_norm(states)
         q, k, v = (

@@ -104,8 +104,7 @@ def _tower(
 class AyaTower(nnx.Module):
     """Vision tower of Aya Vision: SigLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: AyaTowerConfig, hidden_size: int, build: Build):

@@ -113,8 +113,8 @@ class Blip2Layer(VitLayer):
 class Blip2Tower(nnx.Module):
     """Vision tower of BLIP-2.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower): as many of each unit as there are queries.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D]: as many of each unit as there are
+    queries.
     """
 
     def __init__(self, config: Blip2TowerConfig, hidden_size: int, build: Build):

@@ -54,7 +54,7 @@ def read_siglip(vision: ConfigFields) -> EmbeddingTowerConfig:
 
 
 def _tower(vit: VitConfig) -> EmbeddingTowerConfig:
-    """Return the tower's configuration with these sizes."""
+    """Return the configuration, with these sizes, of a tower that makes one embedding of all patches of a unit."""
     patches = vit.num_patches
     return EmbeddingTowerConfig(num_features=vit.num_features, columns=(), merge=patches, unit=patches, vit=vit)
 
@@ -62,8 +62,7 @@ def _tower(vit: VitConfig) -> EmbeddingTowerConfig:
 class ClipTower(nnx.Module):
     """Tower of CLIP: the class token's normed state, projected.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: EmbeddingTowerConfig, hidden_size: int, build: Build):
@@ -79,7 +78,7 @@ class ClipTower(nnx.Module):
 class SiglipTower(nnx.Module):
     """Tower of SigLIP: a learned query attends to the patches, and an MLP follows.
 
-    A call maps patches f32[P, F] and columns, of which there are none, to embeddings [P / merge, D].
+    A call maps patches f32[P, F] and columns i32[0, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: EmbeddingTowerConfig, build: Build):

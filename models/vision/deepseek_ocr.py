@@ -80,7 +80,7 @@ class DeepseekOcr2TowerConfig(TowerConfig):
 
     @property
     def tile_grid(self) -> int:
-        """Number of patches along a side of a tile."""
+        """Number of patches along a side of a tile: three quarters of a unit's."""
         return self.sam.vit.grid * 3 // 4
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
@@ -207,8 +207,7 @@ class DeepseekOcr2Tower(nnx.Module):
     """Vision tower of DeepSeek-OCR 2. The column "side" has the number of rows and columns of a unit's patches; patches
     after them are empty.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: DeepseekOcr2TowerConfig, hidden_size: int, build: Build):

@@ -91,9 +91,8 @@ class DeepseekOcrTower(nnx.Module):
     """Vision tower of DeepSeek-OCR. The column "side" has the number of rows and columns of a unit's patches, a
     multiple of four; patches after them are empty.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower). Those of a unit are its rows, line by line, as for the largest side, then an end for
-    each line, then the separator.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D]. Those of a unit are its rows, line
+    by line, as for the largest side, then an end for each line, then the separator.
     """
 
     def __init__(self, config: DeepseekOcrTowerConfig, hidden_size: int, build: Build):

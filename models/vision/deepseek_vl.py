@@ -95,8 +95,7 @@ def _tower(vit: VitConfig, products: tuple[str, ...], activation: str) -> Aligne
 class AlignedTower(nnx.Module):
     """Vision tower of DeepSeek-VL and Janus: SigLIP and an aligner.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: AlignedTowerConfig, hidden_size: int, build: Build):

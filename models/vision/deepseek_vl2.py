@@ -108,8 +108,7 @@ def read_deepseek_vl2(fields: ConfigFields, hidden_size: int) -> DeepseekVL2Towe
 class DeepseekVL2Tower(nnx.Module):
     """Vision tower of DeepSeek-VL2.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: DeepseekVL2TowerConfig, hidden_size: int, build: Build):

@@ -122,9 +122,10 @@ class DotsOcrTower(nnx.Module):
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: normed projections, layers with rope by row and
+        column that attend within segments, and the merger.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         segment, row, column = columns
         head_dim = self.config.hidden_size // self.config.num_heads

@@ -66,8 +66,7 @@ def read_eagle(fields: ConfigFields) -> EagleTowerConfig:
 class EagleTower(nnx.Module):
     """Vision tower of Eagle 2.5.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: EagleTowerConfig, hidden_size: int, build: Build):

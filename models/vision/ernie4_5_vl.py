@@ -117,7 +117,7 @@ class Resampler(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the embeddings [P / merge, D of the model] of patches of images, each two equal frames, x [P, D of the
-        tower].
+        tower]: last_norm(proj(temporal([y, y]))), y = spatial(the normed patches of a square, joined).
         """
         x = self.spatial(self.first_norm(x).reshape(-1, self.width))
         x = self.temporal(jnp.concatenate([x, x], axis=-1))

@@ -62,8 +62,7 @@ def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
 class Gemma3Tower(nnx.Module):
     """Vision tower of Gemma 3: SigLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Gemma3TowerConfig, hidden_size: int, build: Build):

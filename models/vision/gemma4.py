@@ -263,11 +263,7 @@ class Gemma4TowerLayer(nnx.Module):
 
 
 class Gemma4Tower(nnx.Module):
-    """Vision tower of Gemma 4 and the product that follows it.
-
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
-    """
+    """Vision tower of Gemma 4 and the product that follows it."""
 
     def __init__(self, config: Gemma4TowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -286,9 +282,10 @@ class Gemma4Tower(nnx.Module):
         self.projector = Linear(size, (project,), axes=("embed", "embed"), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: learned positions of row and column, layers with
+        rope that attend within segments, and projected norms of squares' means.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         segment, row, column = columns
         config = self.config

@@ -209,7 +209,9 @@ class WindowProjector(nnx.Module):
         self.output = linear(size, f"{source}.out_linear", hidden_size, ("embed", "embed"), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the rows [U, S * S, D of the model] of hidden states x [U, G * G, D of the tower]."""
+        """Return the rows [U, S * S, D of the model] of hidden states x [U, G * G, D of the tower], normed: learned
+        queries plus each square's mean, or its patch at `corner`, read their windows.
+        """
         queries, size, side = self.queries, x.shape[2], self.lines
         x = self.norm(x)
         squares = x.reshape(len(x), side, _HALF, side, _HALF, size)
@@ -228,8 +230,7 @@ class WindowProjector(nnx.Module):
 class Granite4Tower(nnx.Module):
     """Vision tower of Granite 4 Vision.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, num_parts * D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, num_parts * D].
     """
 
     def __init__(self, config: Granite4TowerConfig, hidden_size: int, build: Build):

@@ -107,8 +107,7 @@ class DeepStackMerger(nnx.Module):
 class GraniteDoclingTower(nnx.Module):
     """Vision tower of Granite Docling: SigLIP, a connector and mergers for DeepStack.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, num_parts * D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, num_parts * D].
     """
 
     def __init__(self, config: GraniteDoclingTowerConfig, hidden_size: int, build: Build):

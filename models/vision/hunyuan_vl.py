@@ -111,9 +111,10 @@ class HunYuanVLTower(nnx.Module):
         return HunYuanVLMerger(self.config, hidden_size, build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned positions, layers that attend
+        within segments, and the merger, which gets each square's mark.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         segment, row, column, height, width, mark = columns
         vit = self.config.vit

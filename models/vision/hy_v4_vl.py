@@ -42,8 +42,9 @@ class HYV4VLTowerConfig(HunYuanVLTowerConfig):
 
 
 def read_hy_v4_vl(fields: ConfigFields, hidden_size: int) -> HYV4VLTowerConfig:
-    """Return the tower's configuration from a vision_config, for a text model of this hidden size. Raises
-    ModelConfigError for wrong fields, and if `out_hidden_size` (default: 6144) differs from hidden_size.
+    """Return the tower's configuration from a vision_config, as `read_hunyuan_vl` does with other defaults, for a text
+    model of this hidden size. Raises ModelConfigError for wrong fields, and if `out_hidden_size` (default: 6144)
+    differs from hidden_size.
     """
     defaults: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 40}
     fields = fields.with_defaults(**defaults)
@@ -84,7 +85,8 @@ class HYV4VLMerger(nnx.Module):
         self.newline = learned("newline", hidden_size, build)
 
     def __call__(self, x: jax.Array, marks: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D of the model] of patches x [P, D of the tower], square by square.
+        """Return the embeddings [P / merge, D of the model] of patches x [P, D of the tower], square by square:
+        widening(activation(joining(norm(x)))).
 
         marks: i32[P / merge]; NEWLINE for squares that become the learned embedding.
         """

@@ -36,8 +36,8 @@ class HyperClovaTowerConfig(Qwen2_5VLTowerConfig):
 
 
 def read_hyperclovax(fields: ConfigFields, multiplier: float) -> HyperClovaTowerConfig:
-    """Return the tower's configuration from a vision_config. multiplier: factor of all embeddings. Raises
-    ModelConfigError for wrong fields.
+    """Return the tower's configuration from a vision_config: that of Qwen2.5-VL, with rows of `out_hidden_size`
+    (default: 3584). multiplier: factor of all embeddings. Raises ModelConfigError for wrong fields.
     """
     fields = fields.with_defaults(hidden_size=3584)
     size = fields.integer("out_hidden_size", 3584)

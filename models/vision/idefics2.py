@@ -111,9 +111,8 @@ def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConf
 class Idefics2Tower(nnx.Module):
     """Vision tower of Idefics2.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower): Q of each unit. "place" is the learned position of a patch; -1 for padding, which no
-    patch attends to.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D]: Q of each unit. "place" is the
+    learned position of a patch; -1 for padding, which no patch attends to.
     """
 
     def __init__(self, config: Idefics2TowerConfig, hidden_size: int, build: Build):

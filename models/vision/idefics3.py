@@ -72,8 +72,7 @@ class Idefics3Tower(nnx.Module):
 
     All patches of a tile are in use, so the number of a patch in its tile is its position.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Idefics3TowerConfig, hidden_size: int, build: Build):

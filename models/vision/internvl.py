@@ -155,8 +155,7 @@ class _Layer(nnx.Module):
 class InternVLTower(nnx.Module):
     """Vision tower of InternVL: InternViT and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: InternVLTowerConfig, hidden_size: int, build: Build):

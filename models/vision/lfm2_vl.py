@@ -92,8 +92,7 @@ def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
 class Lfm2VlTower(nnx.Module):
     """Vision tower of LFM2-VL. The patches of a row are neighbours, line by line.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Lfm2VlTowerConfig, hidden_size: int, build: Build):

@@ -243,8 +243,7 @@ class Lfm3VlTower(nnx.Module):
     """Vision tower of LFM3-VL: a projection of patches with a norm, layers, and an MLP over a square of patches, each
     normed before. The patches of a row are neighbours, line by line.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Lfm3VlTowerConfig, hidden_size: int, build: Build):

@@ -121,8 +121,7 @@ class _Turn(nnx.Module):
 class Llama4Tower(nnx.Module):
     """Vision tower of Llama 4: a vision transformer and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Llama4TowerConfig, hidden_size: int, build: Build):

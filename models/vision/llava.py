@@ -131,8 +131,7 @@ class Projector(nnx.Module):
 class LlavaTower(nnx.Module):
     """Vision tower of LLaVA: CLIP or SigLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: LlavaTowerConfig, hidden_size: int, build: Build):
@@ -165,6 +164,8 @@ class LlavaTower(nnx.Module):
         return self.encoder(units)
 
     def _project(self, states: jax.Array) -> jax.Array:
-        """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower]."""
+        """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower], which are normed first
+        if there is a norm.
+        """
         with jax.named_scope("projector"):
             return self.projector(states if self.norm is None else self.norm(states))

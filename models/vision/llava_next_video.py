@@ -51,11 +51,7 @@ def read_llava_next_video(fields: ConfigFields) -> LlavaNextVideoTowerConfig:
 
 
 class LlavaNextVideoTower(LlavaTower):
-    """Vision tower of LLaVA-NeXT-Video. A frame is a unit, the first quarter of whose rows are its embeddings.
-
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
-    """
+    """Vision tower of LLaVA-NeXT-Video. A frame is a unit, the first quarter of whose rows are its embeddings."""
 
     config: LlavaNextVideoTowerConfig
 

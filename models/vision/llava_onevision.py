@@ -35,7 +35,7 @@ class LlavaOnevisionTowerConfig(LlavaTowerConfig):
 
 def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
     """Return the configuration of LLaVA-OneVision's tower from a config.json. `vision_aspect_ratio` is anyres_max_N,
-    where N is max_tiles (default: 9).
+    where N is max_tiles (default: 9). By default it is SigLIP with its last hidden states.
 
     Raises ModelConfigError for wrong fields.
     """
@@ -61,8 +61,7 @@ class LlavaOnevisionTower(LlavaTower):
     For each output row, the columns have the offsets to the four rows of LLaVA-NeXT's tower that it is interpolated
     between, and how far down and right it is between them, in units of 1 / SHARES.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:

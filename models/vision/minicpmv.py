@@ -103,8 +103,7 @@ class MiniCPMVTower(nnx.Module):
     of squares in squares (jaxengine.media.processors.minicpmv). A patch has the learned position at its share of the
     image's height and width.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: MiniCPMVTowerConfig, hidden_size: int, build: Build):
@@ -175,7 +174,9 @@ class JoinedWindows(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the hidden states [P / 4, D] of the windows of four neighbours in x [P, D]."""
+        """Return the hidden states [P / 4, D] of the windows of four neighbours in x [P, D]: mlp(y) plus the mean of y
+        = x + attention(norm(x)) within each.
+        """
         x = x + self.attention(self.norm(x), None, _window_attention)
         mean = x.astype(jnp.float32).reshape(-1, _SQUARE, x.shape[1]).mean(axis=1)
         return self.mlp(x) + mean.astype(x.dtype)

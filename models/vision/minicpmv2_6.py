@@ -111,9 +111,9 @@ def _most_patches(resolution: int, patch: int) -> int:
 class ResampledTower(nnx.Module):
     """Vision tower of MiniCPM-V 2.6.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower): Q of each unit. "place" is the learned position of a patch; -1 for padding, which no
-    patch attends to. "row" and "column" are a patch's in its crop.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D]: Q of each unit. "place" is the
+    learned position of a patch; -1 for padding, which no patch attends to. "row" and "column" are a patch's in its
+    crop.
     """
 
     def __init__(self, config: ResampledTowerConfig, hidden_size: int, build: Build):

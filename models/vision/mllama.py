@@ -239,7 +239,7 @@ class _KeysValues(nnx.Module):
         self.norm = RMSNorm(config.head_dim, config.text_eps, source=f"{source}.k_norm", build=build)
 
     def __call__(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return keys [U * S, K, H] and values [U * S, K * H] of projected states [U * S, D]."""
+        """Return normed keys [U * S, K, H] and values [U * S, K * H] of projected states [U * S, D]."""
         return self.norm(self.k(states).reshape(len(states), -1, self.head_dim)), self.v(states)
 
 

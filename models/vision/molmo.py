@@ -94,7 +94,7 @@ class MolmoTower(Molmo2Tower):
     """Vision tower of Molmo.
 
     A call maps patches f32[P, F] and columns i32[1, P], each FULL, EMPTY or PARTIAL, to embeddings [P / 4, D], one for
-    each window of a unit, row by row (see jaxengine.models.config.tower).
+    each window of a unit, row by row.
     """
 
     def __init__(self, config: MolmoTowerConfig, hidden_size: int, build: Build):

@@ -184,9 +184,9 @@ def _merge(grid: int) -> int:
 class Molmo2Tower(nnx.Module):
     """Vision tower of Molmo 2.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [R, D], R = P / merge (see
-    jaxengine.models.config.tower). The columns of every merge-th patch are those of a window: for each of its patches
-    the patch's number minus that of this first one, plus SHARES; -1 for none. A window without patches gets some row.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [R, D], R = P / merge. The columns of every
+    merge-th patch are those of a window: for each of its patches the patch's number minus that of this first one, plus
+    SHARES; -1 for none. A window without patches gets some row.
     """
 
     def __init__(self, config: Molmo2TowerConfig, hidden_size: int, build: Build):

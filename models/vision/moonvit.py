@@ -280,9 +280,10 @@ class MoonVitTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned positions and those of
+        frames, layers with rope that attend within segments, means of frames, and the projector.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         segment, row, column, height, width, *times = columns
         config, head_dim = self.config, self.config.head_dim
@@ -316,7 +317,7 @@ class MoonVitTower(nnx.Module):
         """Return x [P, D] with the first of the squares of patches at one place in successive frames replaced by the
         mean of these squares, which follow each other in x.
 
-        frames: i32[P], the number of these frames. The other squares of the result are not used.
+        frames: i32[P], the number of these frames. The other squares are not used.
         """
         squares = x.astype(jnp.float32).reshape(-1, self.config.merge, x.shape[1])
         count = frames.reshape(-1, self.config.merge)[:, :1, None]

@@ -157,9 +157,10 @@ class MuseTower(nnx.Module):
         self.project = Linear(inner, (Source(PROJECTION, hidden_size),), axes=("embed", "embed"), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: learned positions, layers with rope that attend
+        within segments or, unless in full_layers, within their windows, and the projector.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         segment, window, row, column, height, width = columns
         config = self.config

@@ -130,8 +130,7 @@ class _Layer(VitLayer):
 class Ovis2Tower(nnx.Module):
     """Vision tower of Ovis2.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Ovis2TowerConfig, hidden_size: int, build: Build):

@@ -132,10 +132,11 @@ class Ovis2_5Tower(nnx.Module):
         self.words = table(config.num_words, hidden_size, f"{WORDS}.weight", build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: positions and rope as far as the config has them,
+        layers that attend within segments, and means of visual words by the head's logits.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower). Squares whose
-        mark is 1 to NUM_INDICATORS become this one of the last visual words.
+        columns: i32[C, P], those of config.columns, in order. Squares whose mark is 1 to NUM_INDICATORS become this one
+        of the last visual words.
         """
         segment, row, column, height, width, mark = columns
         config, vit = self.config, self.config.vit

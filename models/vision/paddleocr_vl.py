@@ -120,9 +120,10 @@ class PaddleOcrVLTower(nnx.Module):
         )
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: interpolated learned positions, layers with rope
+        that attend within segments, and the projector.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         segment, row, column, height, width = columns
         vit = self.config.vit

@@ -27,8 +27,8 @@ class PaliGemmaTowerConfig(VitTowerConfig):
 
 
 def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
-    """Return the vision tower's configuration from a config.json. most: the most tokens of a prompt with images. Raises
-    ModelConfigError for wrong fields.
+    """Return the configuration from a config.json of SigLIP as a tower without merging whose tokens attend to each
+    other. most: the most tokens of a prompt with images. Raises ModelConfigError for wrong fields.
     """
     vit = read_siglip(fields)
     return PaliGemmaTowerConfig(
@@ -45,8 +45,7 @@ def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
 class PaliGemmaTower(nnx.Module):
     """Vision tower of PaliGemma: SigLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: PaliGemmaTowerConfig, hidden_size: int, build: Build):

@@ -145,7 +145,7 @@ class _Rope(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x [U * S, N, H] rotated."""
+        """Return x [U * S, N, H] rotated by the row and column of each patch; class tokens are not."""
         config, vit = self.config, self.config.vit
         places = np.indices((vit.grid, vit.grid)).reshape(2, -1) + config.first_place
         freqs = rope_frequencies(vit.head_size // 2, _THETA) * config.stretch
@@ -192,8 +192,7 @@ def _scaled(x: jax.Array, scale: nnx.Param | None) -> jax.Array:
 class PerceptionEncoder(nnx.Module):
     """Vision tower of PerceptionLM.
 
-    A call maps patches f32[P, F] and columns i32[0, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: PerceptionEncoderConfig, hidden_size: int, build: Build):

@@ -70,8 +70,7 @@ def read_phi3_vision(fields: ConfigFields) -> Phi3TowerConfig:
 class Phi3Tower(nnx.Module):
     """Vision tower of Phi-3-vision: CLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: Phi3TowerConfig, hidden_size: int, build: Build):

@@ -74,9 +74,8 @@ def read_phi4(fields: ConfigFields) -> Phi4TowerConfig:
 class Phi4Tower(nnx.Module):
     """Vision tower of Phi-4-multimodal: SigLIP and a projector.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower). "place" is the learned position of a patch; -1 for one of an image's margin, which
-    no patch attends to.
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D]. "place" is the learned position of
+    a patch; -1 for one of an image's margin, which no patch attends to.
     """
 
     def __init__(self, config: Phi4TowerConfig, hidden_size: int, build: Build):

@@ -159,9 +159,10 @@ class PixtralTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: normed projections, layers with rope by row and
+        column that attend within segments, and the projector.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         segment, rows, places = columns
         head_dim = self.config.hidden_size // self.config.num_heads

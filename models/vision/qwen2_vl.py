@@ -250,9 +250,10 @@ class Qwen2VLTower(nnx.Module):
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, num_parts * D] of patches f32[P, F], P a multiple of config.unit.
+        """Return the embeddings [P / merge, num_parts * D] of patches f32[P, F]: `embed`, then `run` with rope by row
+        and column.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        columns: i32[C, P], those of config.columns, in order.
         """
         named = dict(zip(self.config.columns, columns, strict=True))
         head_dim = self.config.hidden_size // self.config.num_heads

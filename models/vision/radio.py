@@ -247,10 +247,11 @@ class RadioTower(nnx.Module):
         return TowerLayer((first, second), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit; an
-        image's patches have its one frame first. Rows of learned tokens are meaningless.
+        """Return the embeddings [P / merge, D] of patches f32[P, F]: `_embedded`, layers that attend within segments,
+        and the merger.
 
-        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
+        An image's patches have its one frame first. Rows of learned tokens are meaningless. columns: i32[C, P], those
+        of config.columns, in order.
         """
         segment, *places = columns
         config = self.config

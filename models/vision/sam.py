@@ -303,7 +303,9 @@ class GotOcr2TowerConfig(TowerConfig):
 
 
 def read_got_ocr2(fields: ConfigFields) -> GotOcr2TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields."""
+    """Return the configuration of a tower of SAM alone, 16 patches to a row, from a config.json. Raises
+    ModelConfigError for wrong fields.
+    """
     sam = read_sam(fields, "vision_config")
     vit = sam.vit
     return GotOcr2TowerConfig(num_features=vit.num_features, columns=(), merge=16, unit=vit.num_patches, sam=sam)
@@ -313,8 +315,7 @@ class GotOcr2Tower(nnx.Module):
     """Vision tower of GOT-OCR 2.0: SAM's encoder, two convolutions that each merge four positions into one, and a
     product.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: GotOcr2TowerConfig, hidden_size: int, build: Build):

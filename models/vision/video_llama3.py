@@ -76,8 +76,7 @@ def read_video_llama3(fields: ConfigFields) -> VideoLlama3TowerConfig:
 class VideoLlama3Tower(nnx.Module):
     """Vision tower of VideoLLaMA 3: SigLIP's layers, and a projector of two matrices over normed patches.
 
-    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
-    jaxengine.models.config.tower).
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: VideoLlama3TowerConfig, hidden_size: int, build: Build):

@@ -362,8 +362,8 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
     quantised module, a head that equals the embedding or is not used for pooling, or has rope factors of the model's.
 
     partial: weights none of whose tensors are present are not needed. Returns whether a tied checkpoint stores the
-    embedding a second time as the output head, which some do; their equality is checked when the embedding is read.
-    Raises ModelFileError with all faults, and ValueError in the cases of `_needed_tensors`.
+    embedding a second time as the output head. Raises ModelFileError with all faults, and ValueError in the cases of
+    `_needed_tensors`.
     """
     present, tied_copy, rope_factors, faults = set(source.names()), False, [], []
     known = _needed_tensors(model)

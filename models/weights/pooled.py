@@ -125,8 +125,8 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     projects = pooler is not None and any(not each.folder for each in pooler.dense)
 
     def named(name: str) -> str:
-        """Return the name of the checkpoint's tensor `name` with the common prefix; one of PROJECTIONS gets the name of
-        a Dense module's.
+        """Return `name`, a tensor of the checkpoint, with the common prefix, unless it needs none or is not read; one
+        of PROJECTIONS gets the name of a Dense module's.
         """
         if projects and name in PROJECTIONS:
             return f"{DENSE}.0.linear.weight"

@@ -46,9 +46,8 @@ def prompt_length_error(param: str, length: int, most: int, max_model_len: int, 
     """Return the error for a prompt that is empty or longer than `most`.
 
     param: the prompt's field. length: length of the prompt in `unit`, "tokens" or, if it was not tokenised,
-    "characters". max_model_len: the engine's limit in tokens, for the message. Clients search the message for certain
-    words in order to shorten a conversation or to choose another model: LiteLLM and Claude Code for its first part,
-    clients of vLLM for the second.
+    "characters". max_model_len: the engine's limit in tokens, for the message. LiteLLM and Claude Code search the
+    message for its first part, clients of vLLM for the second.
     """
     prefix = "" if param == "prompt" else f"{param}: "
     problem = f"{prefix}prompt is too long: {length} {unit} > {most} maximum; this model's maximum context length is"

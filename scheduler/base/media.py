@@ -43,7 +43,7 @@ class MediaItem:
 
     @property
     def num_rows(self) -> int:
-        """Number of its embeddings."""
+        """Number of its embeddings, one for each of `positions`."""
         return len(self.positions)
 
     @property
@@ -122,7 +122,9 @@ class Media:
     num_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Compute `end`."""
+        """Compute `end`: the position after the last item, the joint tokens, and M-RoPE positions that rope_delta does
+        not give.
+        """
         end = max(self.items[-1].end, self.joint_span[1])
         if self.rope_positions is not None:
             after = self.rope_positions[:, end:]
@@ -145,9 +147,9 @@ class Media:
         """Return, by page number, bytes that distinguish a page with embeddings from other pages with the same tokens.
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
-        offsets in the page. If the three M-RoPE positions of a token in the page differ from each other, as those of a
-        marker before an image may, the M-RoPE positions of the page's tokens are added. The page with the first token
-        of `joint` has joint_digest. Pages without any of these have no entry. page_size: tokens of a page.
+        offsets in the page. If the three M-RoPE positions of a token in the page differ from each other, the M-RoPE
+        positions of the page's tokens are added. The page with the first token of `joint` has joint_digest. Pages
+        without any of these have no entry. page_size: tokens of a page.
         """
         found = {self.joint_span[0] // page_size: self.joint_digest} if self.joint_digest else dict[int, bytes]()
         for item in self.items:

@@ -160,7 +160,9 @@ class TokenParams(SamplingFields):
 
     @property
     def most_cached(self) -> int | None:
-        """Number of leading prompt tokens that may come from the prefix cache; None for no limit."""
+        """Number of leading prompt tokens that may come from the prefix cache: 0 if `reads_prompt`,
+        prompt_logprob_start with prompt_logprobs, otherwise None for no limit.
+        """
         if self.reads_prompt:
             return 0
         return None if self.prompt_logprobs is None else self.prompt_logprob_start

@@ -97,7 +97,7 @@ class ScheduledStep:
     has_sections: bool = field(init=False)
 
     def __post_init__(self):
-        """Compute the fields that follow from `batches`."""
+        """Compute num_rows, num_tokens, features and has_sections, which hold for all `batches` together."""
         self.num_rows = self.num_tokens = self.features = 0
         self.has_sections = False
         for batch in self.batches:

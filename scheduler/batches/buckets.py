@@ -24,7 +24,7 @@ class Bucket:
 
     @property
     def decode_only(self) -> bool:
-        """Whether every sequence has one token."""
+        """Whether every sequence has one token: num_tokens equals num_seqs."""
         return self.num_tokens == self.num_seqs
 
     def __str__(self) -> str:
@@ -42,8 +42,8 @@ class Buckets:
     Args:
       decode_sizes: numbers of sequences for decode-only steps; max_num_seqs is added.
       mixed_sizes: numbers of tokens for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has
-        room for min(T - 1, max_num_seqs) sequences: T tokens in a replica cannot be more, since one row has at least
-        two. The largest has room for max_num_seqs, since another replica may decode as many in the same step.
+        room for min(T - 1, max_num_seqs) sequences, since one row has at least two of T tokens, and the largest for
+        max_num_seqs.
       widths: numbers of tokens other than 1 that decodes may have in steps without prefill; each for at most
         `most_wide` sequences.
       sections: names of message sections; each mixed bucket also exists with all of them.
@@ -61,8 +61,10 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
-        """Create all buckets. Raises ValueError for a size in decode_sizes or mixed_sizes that is below 1 or beyond its
-        limit.
+        """Create the buckets: decodes of decode_sizes and max_num_seqs rows, mixed ones of mixed_sizes tokens and the
+        most, each mixed one also with `sections` if there are any, and for each of `widths` decodes of several tokens.
+
+        Raises ValueError for a size in decode_sizes or mixed_sizes that is below 1 or beyond its limit.
         """
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
@@ -101,9 +103,8 @@ class Buckets:
     def sample_size(self, bucket: Bucket) -> int:
         """Return the number of rows of logits in the bucket's steps, at least its S.
 
-        It is the size of the smallest decode-only bucket with room for S sequences, so that the sampler is compiled for
-        few sizes, or S itself if that size is more than twice S. Not for wide buckets, which have logits at every
-        token.
+        It is the size of the smallest decode-only bucket with room for S sequences or, if that is more than twice S, S
+        itself. Not for wide buckets, which have logits at every token.
         """
         size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, bucket.num_seqs)]
         return size if size <= 2 * bucket.num_seqs else bucket.num_seqs

@@ -72,7 +72,7 @@ class Packer:
     def pack(self, step: ScheduledStep) -> StepInput:
         """Return the messages of a step with at least one row, in the smallest bucket that holds every replica's batch,
         with the page-table entries for which a message has no room as its overflow, whose rows count over all replicas.
-        Page-table entries of a batch without rows are left out, since their slots have lost their owners.
+        Page-table entries of a batch without rows are left out.
 
         Raises ValueError if the step has no rows or does not fit any bucket. If decodes have several tokens
         (step.width > 1), raises IndexError for too many rows and KeyError for a width that the buckets lack.

@@ -140,8 +140,8 @@ class AdapterSlots:
             self._slots[index].ready = True
 
     def drop(self, adapter: Adapter) -> list[Request]:
-        """Free an adapter's slot, if it has one, and remove its uploads from `loads`. No running request may use the
-        adapter. Return the requests that wait for it, which remain waiting.
+        """Free an adapter's slot, if it has one, for the request that claims it, if any, and remove its uploads from
+        `loads`. No running request may use the adapter. Return the requests that wait for it, which remain waiting.
         """
         index = self._find(adapter)
         if index is not None:
@@ -221,7 +221,7 @@ class AdapterSlots:
         running request uses it, and it is not promised to a waiting request of the same or earlier order.
 
         is_running: bool [slots], slots whose adapters running requests use. A promise to a later request is no reason
-        to wait: a preempted request may have lost its slot to one of those, which in turn waits because of its claim.
+        to wait, as that may wait for this one's claim.
         """
         promised = slot.promised
         if slot.owner is None:

@@ -5,7 +5,7 @@ A width's value is the expected number of tokens per row, for each second that i
 serving: acceptance of drafts, by draft position, and step times, by width and number of rows. Grammar drafts, which
 must be right, are known in advance. A width not yet tried at a number of rows is tried, and one that lost is tried
 again, because the load changes: soon after the choice has changed, ever more rarely while it does not, and when new
-prompts have come. Sampled tokens do not depend on the choice.
+prompts have come.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class DraftWidth:
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
-        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Counts trials,
-        so it must be called once for each step.
+        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Each width is
+        tried TRIALS times, the widest first; then the one with the most expected tokens per second is taken, except in
+        `_retried` steps. Counts trials, so it must be called once for each step.
 
         runs: i32 [n], for the decodes of all replicas, how many grammar drafts each has, -1 for one with proposed
         drafts.
@@ -122,13 +123,15 @@ class DraftWidth:
         self._num_prefills += 1
 
     def expected(self, width: int, runs: np.ndarray) -> float:
-        """Return the number of tokens that a row is expected to get in a step of this width. runs: see `choose`."""
+        """Return the mean number of tokens that a row is expected to get in a step of this width: one, and its run
+        (`choose`), at most width - 1, or, for a run of -1, that which `kept` predicts.
+        """
         guessed = np.cumprod(self.kept[: width - 1]).sum()
         return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
     def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
-        """Update `kept` and the step times with the result of a step of decodes only, with at most `num_rows` rows in a
-        replica.
+        """Update the moving averages `kept` and step times with the result of a step of decodes only, with at most
+        `num_rows` rows in a replica.
 
         Args:
           width: width of the step; with 1, `accepted` is not used.

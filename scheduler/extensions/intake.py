@@ -29,9 +29,7 @@ class Intake(SchedulerExtension):
         self.first = first if self.first is None else self.first
 
     def open(self) -> None:
-        """Admit all requests again. `ready` then returns those held back, even if `close` is called before: they
-        arrived earlier than the next closure.
-        """
+        """Admit all requests again. `ready` then returns those held back, even if `close` is called before."""
         self.first = None
         self._ready, self._waiting = [*self._ready, *self._waiting], []
 

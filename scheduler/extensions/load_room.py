@@ -120,8 +120,7 @@ class LoadRoom:
         """Return whether the first request in the queue may begin a load that takes `num_pages` free pages: a slot and
         pages are left, beyond `Rank.num_reserved`, or no load that counts for it is in progress.
 
-        In the latter case those whose pages count would run after this request, or wait for another extension, maybe
-        for what this request has there: if it waited for them, nothing might ever run.
+        In the latter case nothing might ever run if it waited for the others, which may wait for what this request has.
 
         is_far: the load is from another engine, so that loads without a claim count as well.
         """

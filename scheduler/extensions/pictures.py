@@ -224,7 +224,7 @@ class EncoderRows:
 
     def clear(self) -> None:
         """Drop all embeddings: free the rows of those that no slot needs. Slots that need others keep them, and no
-        other slot will share them: other weights may compute the images that are encoded from now on.
+        other slot will share them.
         """
         for key in list(self._idle):
             self._evict(key)

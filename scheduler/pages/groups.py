@@ -34,9 +34,8 @@ def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int
     """Return the most pages that a sequence of `num_tokens` tokens holds at once, over cache groups with these windows.
 
     windows: how many keys a token attends to, including its own; None for all. chunk: most tokens of the sequence that
-    one step computes. A group with a window must hold the chunk and the window of its first token. If these are n
-    consecutive tokens, the first one may be the last of its page, and the others then take ceil((n - 1) / page_size)
-    more pages.
+    one step computes. A group with a window must hold the chunk and the window of its first token; these tokens may
+    begin with the last one of a page.
     """
     columns = -(-num_tokens // page_size)
     return sum(
@@ -222,8 +221,7 @@ class PageTables:
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
         """Register in the prefix cache the pages of every group that the slot's first `num_tokens` tokens fill, unless
-        they have been registered before. Other requests may use them in the same step, because each layer writes all
-        its keys before it reads any.
+        they have been registered before. Other requests may use them in the same step.
 
         digests: digests of the slot's pages from the first one on, as far as they are known.
         """

@@ -106,8 +106,7 @@ class PagePool:
         """Remove one reference from a page for each time that it occurs in `pages`, i32 [n] in sequence order. A page
         without references becomes cached if it has a digest, otherwise blank.
 
-        Later pages of a sequence are reused before earlier ones, since a prefix is worth more than its continuation.
-        Raises ValueError for a page without a reference.
+        Later pages of a sequence are reused before earlier ones. Raises ValueError for a page without a reference.
         """
         counts = self.ref_count[pages]
         if len(pages) and counts.min() < 1:
@@ -200,7 +199,7 @@ class PagePool:
 
     def page_states(self) -> np.ndarray:
         """Return the state of each page, u8 [num_pages]: 0 blank, 1 cached, 2 referenced once, 3 referenced several
-        times. It takes O(num_pages) time and is meant for the status page.
+        times. It takes O(num_pages) time.
         """
         return np.minimum(self.ref_count, 2).astype(np.uint8) + (self.ref_count > 0) + (self._position >= 0)
 

@@ -6,8 +6,7 @@ are saved: where a prompt leaves the cached prefix, and at its last page boundar
 continue.
 
 Entries of an additional page table tell the device what to do. A slot's columns are the snapshot from which its first
-row starts (LOAD), and the position and the snapshot of the next state to save (POSITION, SAVE). This module handles
-digests, not requests.
+row starts (LOAD), and the position and the snapshot of the next state to save (POSITION, SAVE).
 """
 
 from __future__ import annotations

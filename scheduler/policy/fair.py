@@ -25,14 +25,12 @@ class FairQueue:
     """Waiting queue with a queue for each client, in order of arrival, and a counter of the service that it received.
 
     The next request is the first one of the client with the smallest counter; of equals, the one that arrived first. An
-    input is charged when its request is first admitted, without tokens found in the prefix cache, because these take
-    nothing from the others; an output token when the step that samples it is scheduled. Tokens computed again after
-    preemption are not charged.
+    input is charged when its request is first admitted, without tokens found in the prefix cache; an output token when
+    the step that samples it is scheduled. Tokens computed again after preemption are not charged.
 
     When a client begins to wait, its counter is raised to the smallest counter of the clients that wait already, or to
     that of the client that waited last, so that idle time earns it nothing. A counter that such a raise would reach
-    anyway is forgotten once its client neither waits nor runs; all are forgotten when no request waits or runs. So the
-    remembered clients are those with requests, and those that received more than the ones that wait.
+    anyway is forgotten once its client neither waits nor runs; all are forgotten when no request waits or runs.
 
     Attributes:
       size: number of waiting requests.

@@ -38,7 +38,7 @@ _DEFAULTS: dict[str, dict[int, tuple[str, ...]]] = {
 
 def with_class_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of one mapping of fields of a config.json in which absent fields have the defaults of the class of
-    its `model_type`. A field that is null stays null, as in transformers, where that means another value.
+    its `model_type`. A field that is null stays null.
     """
     kind = raw.get("model_type")
     defaults = {field: each for field, rows in _DEFAULTS.items() for each, kinds in rows.items() if kind in kinds}

@@ -50,8 +50,9 @@ class DFlashConfig(DraftHeadConfig):
 def head_fields(raw: Mapping[str, Any], method: str) -> ConfigFields:
     """Return a reader of the fields of a head's config.json, whose `architectures` is the class of its layers. The
     fields of its "dflash_config" are moved up and take precedence; files of the library speculators, and earlier names
-    of fields, are brought into this form. Raises ModelConfigError unless it is a head of `method`, DFLASH or DSPARK,
-    without unsupported features.
+    of fields, are brought into this form. `sample_from_anchor` is by default true for DSPARK outside of that library.
+    Raises ModelConfigError unless it is a head of `method`, DFLASH or DSPARK, and for quantization, multipliers, sinks,
+    Markov heads and ropes that are not supported.
     """
     fields, allowed = ConfigFields(raw), _ARCHITECTURES[method]
     from_anchor = method == DSPARK
@@ -86,6 +87,7 @@ def without_windows(fields: ConfigFields) -> ConfigFields:
 def read_head(fields: ConfigFields, layers: Mapping[str, Any], method: str) -> DFlashConfig:
     """Return the DFlashConfig of these fields, without tied embeddings.
 
+    It has its own tables if target_hidden_size differs from its own, and its own LM head if its vocabulary is smaller.
     fields: result of `head_fields` for this method. layers: fields of the head's layers, as keyword arguments of
     ModelConfig without the architecture. Raises ModelConfigError for a field that is missing, of a wrong type or out of
     its limits.

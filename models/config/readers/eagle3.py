@@ -49,7 +49,8 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
     """Return a reader of the fields of a head's config.json, whose `architectures` is the class that has the head's
     layer: Llama's or Qwen3's. In files of the library speculators, the nested fields of the layer are moved up; fields
     outside of them take precedence, and norm_before_residual is true if neither has it. Raises ModelConfigError unless
-    it is an EAGLE-3 head of one such layer without unsupported features.
+    it is an EAGLE-3 head of one such layer, and for quantization, a logit_scale other than 1, and a sliding window of
+    Llama's.
     """
     fields = ConfigFields(raw)
     if fields.text(SPECULATORS, None) is not None:

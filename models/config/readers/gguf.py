@@ -145,8 +145,8 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
     it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
 
     biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. Raises ModelConfigError if
-    the scores of experts have one in a family that does not correct them: a file of DeepSeek-V3 that does not say how
-    experts are chosen is read as DeepSeek-V2's, in llama.cpp, too.
+    the scores of experts have one in a family that does not correct them, as in a file of DeepSeek-V3 that does not say
+    how experts are chosen.
     """
     experts = shape.get("experts")
     if _CORRECTION in biased and experts is not None and not experts.correction_bias:
@@ -183,8 +183,9 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
 def gguf_experts(
     fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length", **more: Any
 ) -> ExpertsConfig:
-    """Return the ExpertsConfig of a file. size: name of the field with the experts' feed-forward size. more: fields of
-    ExpertsConfig that the family fixes. Raises ModelConfigError for a field that is missing or wrong.
+    """Return the ExpertsConfig of a file, from `expert_count`, `expert_used_count` and `size`. size: name of the field
+    with the experts' feed-forward size. more: fields of ExpertsConfig that the family fixes. Raises ModelConfigError
+    for a field that is missing or wrong.
     """
     return ExpertsConfig(
         num_experts=fields.integer("expert_count"),
@@ -283,7 +284,8 @@ def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
 def _rope_scaling(
     fields: ConfigFields, max_positions: int, tensors: RopeFactors, yarn: Mapping[str, Any]
 ) -> RopeScaling | None:
-    """Return the scaling of rope from metadata and the file's tensors of factors; None for plain rope.
+    """Return the scaling of rope from metadata and the file's tensors of factors; None for plain rope. Long and short
+    factors are longrope, other factors are used as they are; without any it is linear or yarn.
 
     max_positions: default of the original context length. yarn: YaRN settings that files lack. Raises ModelConfigError
     for a wrong or unsupported scaling, and if metadata and tensors contradict each other.

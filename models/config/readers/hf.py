@@ -88,11 +88,10 @@ def with_usual_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     (`with_class_defaults`). Configurations in it, such as text_config, are treated in the same way, but not those
     nested in them. Those of models with towers may be absent or incomplete (`with_parts`, `with_sizes`).
 
-    If both `rope_scaling` and `rope_parameters` are present, the former replaces the latter, as in transformers 5. Such
-    files result from applying the YaRN recipe of model cards in a folder that transformers 5 wrote. A warning is logged
-    if a `rope_theta` in rope_parameters is lost. If rope_parameters has a mapping for each kind of layers, rope_scaling
-    is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged. Raises ModelConfigError
-    if both are present and either is not a mapping.
+    If both `rope_scaling` and `rope_parameters` are present, the former replaces the latter, as in transformers 5. A
+    warning is logged if a `rope_theta` in rope_parameters is lost. If rope_parameters has a mapping for each kind of
+    layers, rope_scaling is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged.
+    Raises ModelConfigError if both are present and either is not a mapping.
     """
     raw = with_parts(raw)
     inner = {name: value for name, value in raw.items() if name.endswith("_config") and isinstance(value, Mapping)}
@@ -269,8 +268,8 @@ def hf_fields(
 
 
 def predicting(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ModelConfig `shared`, with the layers after the last one as those of a family that reads
-    them (`num_nextn_predict_layers`).
+    """Return the arguments of ModelConfig `shared` with num_unread_layers, then 0, as num_nextn_predict_layers: for a
+    family that reads the layers after the last one.
     """
     return {**shared, "num_nextn_predict_layers": shared["num_unread_layers"], "num_unread_layers": 0}
 
@@ -279,10 +278,9 @@ def text_fields(fields: ConfigFields, *, optional: bool = False) -> ConfigFields
     """Return the fields of the language model in a multimodal configuration: `text_config`, with quantization_config,
     bos_token_id, eos_token_id and tie_word_embeddings taken from the outer configuration if they are present there.
 
-    tie_word_embeddings is taken from outside only if text_config lacks it, since transformers 5 writes the default of
-    the wrapper's class there. optional: read an absent or null text_config as an empty mapping. Raises ModelConfigError
-    if text_config is not a mapping, unless `optional` if it is absent or null, and if rope is scaled differently
-    outside of it.
+    tie_word_embeddings is taken from outside only if text_config lacks it. optional: read an absent or null text_config
+    as an empty mapping. Raises ModelConfigError if text_config is not a mapping, unless `optional` if it is absent or
+    null, and if rope is scaled differently outside of it.
     """
     text = fields.mapping("text_config")
     if text is None and not optional:
@@ -366,9 +364,8 @@ def ropes_by_kind(
 
     transformers 5 writes a mapping for each kind into `rope_parameters`, whose `rope_theta` takes precedence.
     transformers 4 writes `rope_theta` and `rope_scaling` for FULL layers, and the field named by `sliding_theta` for
-    SLIDING ones, which are not scaled. The outer base of each kind must be present in either case, so that families
-    give it a default. Either must name the kind of scaling as `rope_type`; the older `type`, which transformers 5 does
-    not read there, is refused.
+    SLIDING ones, which are not scaled. The outer base of each kind must be present in either case. Either must name the
+    kind of scaling as `rope_type`; the older `type` is refused.
     """
     parameters, by_kind = fields.mapping("rope_parameters"), {}
     for kind in dict.fromkeys(kinds):
@@ -389,7 +386,7 @@ def ropes_by_kind(
 
 def require_rope(fields: ConfigFields) -> None:
     """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`. For families whose class in
-    transformers has a default scaling, because versions of transformers differ in the `rope_theta` that such files get.
+    transformers has a default scaling, whose `rope_theta` differs between versions of transformers.
     """
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.fail("rope_parameters", "a mapping")

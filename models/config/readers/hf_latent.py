@@ -56,9 +56,8 @@ def hf_latent_fields(
 
 def _mscale(fields: ConfigFields) -> float:
     """Return YaRN's factor (Peng et al. 2023, arXiv:2309.00071) of entire queries and keys, 0.1 * mscale_all_dim *
-    ln(factor) + 1; 1 without `mscale_all_dim` or scaling, and for a factor below 1. Rope's tables, which contain
-    `mscale / mscale_all_dim`, multiply only the rotated parts. Raises ModelConfigError for fields of a wrong type, and
-    for scaling without a factor.
+    ln(factor) + 1; 1 without `mscale_all_dim` or scaling, and for a factor below 1. Raises ModelConfigError for fields
+    of a wrong type, and for scaling without a factor.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     weight = read_mscale(rope, "mscale_all_dim")

@@ -148,9 +148,9 @@ def _windows(fields: ConfigFields, num_layers: int, length: int) -> list[int | N
 
 
 def _latent(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of latent attention and of experts. For a file without `moe` these say that all layers are
-    dense, since the class of such models always has experts. Raises ModelConfigError for a field that is missing, wrong
-    or not supported.
+    """Return the fields of latent attention and of experts (`moe`) in transformers' names. For a file without `moe`
+    these say that all layers are dense, since the class of such models always has experts. Raises ModelConfigError for
+    a field that is missing, wrong or not supported.
     """
     found = {name: fields.integer(name) for name in _LATENT[1:]}
     found |= {"q_lora_rank": fields.integer("q_lora_rank", None), "rope_interleave": True, "norm_topk_prob": True}
@@ -163,7 +163,9 @@ def _latent(fields: ConfigFields, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(fields: ConfigFields) -> dict[str, Any]:
-    """Return Mixtral's fields of experts. Raises ModelConfigError for missing, wrong or unsupported fields."""
+    """Return num_local_experts and num_experts_per_tok, as Mixtral has them, from `moe`. Raises ModelConfigError for
+    missing, wrong or unsupported fields.
+    """
     moe, each = _moe(fields, ("num_experts", "num_experts_per_tok")), "num_experts_per_tok"
     return {"num_local_experts": moe.integer("num_experts"), each: moe.integer(each)}
 
@@ -177,7 +179,8 @@ def _moe(fields: ConfigFields, known: Any) -> ConfigFields:
 
 
 def _rope(fields: ConfigFields, is_latent: bool) -> dict[str, Any]:
-    """Return `rope_parameters`. Raises ModelConfigError for a field that is missing, wrong or not supported.
+    """Return the `rope_parameters` that rope_theta, `yarn` and `llama_4_scaling` amount to. Raises ModelConfigError for
+    a field that is missing, wrong or not supported.
 
     is_latent: whether attention is latent, where YaRN scales whole queries and keys. The base of a file
     without rope_theta is 10,000 with windows and 1,000,000 otherwise.

@@ -89,7 +89,7 @@ class _Text:
 
     @property
     def backward(self) -> bool:
-        """Whether this is a mirror image."""
+        """Whether this is the mirror image of another text, `origin`."""
         return self.origin is not None
 
     @cached_property
@@ -308,7 +308,8 @@ class _Parser:
 
     def _group(self, flags: int) -> tuple[_Node | None, int]:
         """Parse a group and advance past it. Returns its node (None for a comment or flags) and the flags that hold
-        after it. flags: flags of `re` that hold before it. Raises PatternError for an unsupported kind of group.
+        after it. flags: flags of `re` that hold before it. Raises PatternError for atomic and conditional groups,
+        backreferences, and the flag x.
         """
         found = self._take(_GROUP)
         assert found is not None

@@ -42,9 +42,8 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     Fields of the language model are set in `text_config` if there is one, and those that are present outside of it are
     set there, too. A lower number of layers cuts lists with an entry for each. A new scaling of rope keeps the base and
     the sections of the old one. Unless overrides set the context length, it becomes the one to which yarn or linear
-    scaling stretches it. The same holds for a yarn scaling in the file itself that gives its original length, as model
-    cards recommend, if the result is longer. Raises ModelConfigError for a rope that is not a mapping, or that
-    overrides give twice.
+    scaling stretches it. The same holds for a yarn scaling in the file itself that gives its original length, if the
+    result is longer. Raises ModelConfigError for a rope that is not a mapping, or that overrides give twice.
     """
     merged, inner = _merged(raw, overrides), overrides.get(_TEXT)
     if _LENGTH in overrides or isinstance(inner, Mapping) and _LENGTH in inner:

@@ -299,8 +299,8 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
 
 def with_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a config.json with the nested configurations of transformers' class of its `model_type`. One
-    that is absent or null becomes the class's own; one without model_type gets the class's usual one. A file of another
-    model_type, and a nested configuration that is not a mapping, are returned unchanged.
+    that is absent or null becomes the class's own; one without model_type gets the class's usual one. A file whose
+    model_type is not in _PARTS, and a nested configuration that is not a mapping, are returned unchanged.
     """
     found = dict(raw)
     for name, (kind, differing) in _PARTS.get(str(raw.get(_MODEL_TYPE)), {}).items():

@@ -102,7 +102,7 @@ def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
     """Return the number of key/value heads on one device, at least 1: if there are more devices than heads, each head
     is stored more than once.
 
-    The result is meaningless for a mesh that does not divide the heads, which the declarations of weights refuse.
+    The result is meaningless for a mesh that does not divide the heads.
     """
     return max(1, attention.num_kv_heads // mesh.model)
 
@@ -115,7 +115,7 @@ def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
 def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
     """Return the AttentionSpec of a layer on one device, with the device's share of the heads.
 
-    The result is meaningless for a mesh that does not divide the heads, which the declarations of weights refuse.
+    The result is meaningless for a mesh that does not divide the heads.
     """
     return AttentionSpec(
         num_q_heads=max(1, attention.num_heads // mesh.model),
@@ -276,8 +276,9 @@ class Attention(nnx.Module):
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this layer's keys and values of this step written). The pool is
-        unchanged if the layer uses another layer's keys and values.
+        """Map x[T, D] to ([T, D], the pool with this layer's keys and values of this step written): projections, norms
+        and rope, attention, gate, output projection. The pool is unchanged if the layer uses another layer's keys and
+        values.
         """
         with jax.named_scope("qkv"):
             q, *keys_values, gate = self._heads(self.qkv(x, step.rows))

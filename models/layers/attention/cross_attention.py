@@ -134,8 +134,7 @@ def cross_attend(q: jax.Array, step: StepSounds, layer: jax.Array) -> jax.Array:
     zeros for tokens of no row.
 
     q: [T, N, H]. step: sounds of the step, with the pool as [B, L, 2, S, N, H]. layer: i32[], the index of the
-    decoder's layer. The loop runs over tiles of one row's tokens, as many as there are: its length is a run-time value,
-    and a sound is read in place.
+    decoder's layer.
     """
     num_tokens, tile = q.shape[0], 1 if q.shape[0] == len(step.of_row) else _TILE
     lengths = jnp.where(jnp.arange(len(step.of_row)) < step.num_rows, jnp.diff(step.cu_q_lens), 0)

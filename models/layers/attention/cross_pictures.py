@@ -84,8 +84,8 @@ class PictureAttention(nnx.Module):
         self.norm = RMSNorm(head_dim, eps, source=f"{source}.q_norm", build=build)
 
     def __call__(self, x: jax.Array, rows: Rows, step: StepPictures, layer: jax.Array) -> jax.Array:
-        """Return the projected attention output [T, D] of x [T, D] over the images in `step`; zeros for tokens without
-        any. layer: i32[], this layer's index among those with cross-attention.
+        """Return the projected attention output [T, D] of x [T, D], with normed queries, over the images in `step`;
+        zeros for tokens without any. layer: i32[], this layer's index among those with cross-attention.
         """
         q = self.norm(self.q(x, rows).reshape(len(x), -1, self.head_dim))
         pool = step.pool.reshape(len(step.pool), *self.sizes, -1, self.head_dim)
@@ -137,7 +137,8 @@ class CrossPictures(Section):
 
 
 def what_is_seen(step: StepPictures, token_row: jax.Array, is_token: jax.Array) -> jax.Array:
-    """Return StepPictures.sees, i32[T], from the step's other fields. token_row: i32[T], the row of each token.
+    """Return StepPictures.sees, i32[T], from the step's other fields: PICTURES for a token within the range of some
+    image of its row, else BEFORE if the row has images, else NOTHING. token_row: i32[T], the row of each token.
     is_token: bool[T], False for padding, which sees nothing.
     """
     place, is_one = step.places[:, None], jnp.arange(step.rows.shape[1]) < step.counts[:, None]
@@ -151,8 +152,7 @@ def cross_attend(q: jax.Array, step: StepPictures, layer: jax.Array) -> jax.Arra
     the first image over all positions of all of its row's images; zeros for tokens without images.
 
     q: [T, N, H]. step: images of the step, with the pool as [B, L, 2, S, K, H]. layer: i32[], the layer's index in the
-    pool. The loop runs over tiles of one row's tokens and the row's images, as many as there are: an image is read in
-    place.
+    pool.
     """
     num_tokens, tile = q.shape[0], 1 if q.shape[0] == len(step.counts) else _TILE
     heads, size = step.pool.shape[4], q.shape[2]

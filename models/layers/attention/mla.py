@@ -3,8 +3,7 @@
 For each token one latent is stored, and one rotated part of the key, both shared by all heads. W^UK and W^UV would
 expand the latent to the keys and values of heads. Here both are absorbed instead (section 2.1.2): a query is projected
 to the latent's space, attention works on latents, and its results are projected to values. So a decode reads
-kv_lora_rank + qk_rope_head_dim elements per token, whatever the number of heads. The storage of pages and the
-computation of attention are in pallas_kernels.
+kv_lora_rank + qk_rope_head_dim elements per token, whatever the number of heads.
 """
 
 from __future__ import annotations
@@ -81,7 +80,9 @@ class LatentAttention(nnx.Module):
         self.out = Linear(heads * value, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written)."""
+        """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written): projections, attention,
+        gate, output projection.
+        """
         q, keys, q_latent = self.project(x, step)
         assert keys is not None
         ragged = pages.in_pool(kv.page_size)

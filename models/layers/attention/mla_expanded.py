@@ -5,8 +5,7 @@ Attention over latents needs no expansion of keys, but more operations for each 
 heads at a time: first those of its new tokens, then those of earlier tokens, in pieces whose results are merged. The
 threshold depends only on the latent's shape, so whether a chunk is expanded depends only on its own length.
 
-This module chooses these rows and expands their keys into small pools, which last for one step. The surrounding
-products are in mla.py, and attention itself is in pallas_kernels.
+Keys of these rows are expanded into small pools, which last for one step.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def least_tokens(latent: Latent) -> int | None:
     Expanding a key costs C * U operations, where C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim. Each query
     then saves 2 C - U operations on the key, since both products of attention are narrower; None is returned if that is
     not positive. The threshold is four times the number of queries whose savings equal the cost, because few tokens
-    fill tiles badly, and because programs of steps without such rows then stay small.
+    fill tiles badly.
     """
     width = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - width
@@ -110,8 +109,8 @@ def num_expanded_elements(attention: LayerAttention, num_heads: int, num_tokens:
 
 
 def most_short(latent: Latent, num_tokens: int) -> int:
-    """Return the most tokens that all rows before an expanded row can have in a step of `num_tokens` tokens, rounded up
-    to a multiple of PAGE, but at most `num_tokens`.
+    """Return the most tokens that all rows before an expanded row can have in a step of `num_tokens` tokens, num_tokens
+    - least_tokens, rounded up to a multiple of PAGE, but at most `num_tokens`.
     """
     least = least_tokens(latent)
     assert least is not None
@@ -331,7 +330,7 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
     each of `heads` heads.
 
     weights: W^UK and W^UV. first: i32[], index on this device of the first of these heads. The matrix copies the
-    rotated part, which all heads share, into each key. So its results have the layout of a page without concatenation.
+    rotated part, which all heads share, into each key.
     """
     sizes = latent.qk_nope_head_dim, latent.v_head_dim
     of_keys, of_values = (

@@ -71,7 +71,8 @@ class Indexer(nnx.Module):
         """Return queries [T, I, J], the weights of their heads f32[T, I], divided by sqrt(I * J), and normed keys [T,
         1, J], followed by gates, [T, 1, 2 * J], where keys are pooled.
 
-        x: [T, D]. q_latent: [T, q_rank]. Queries and keys are rotated if the step has rope.
+        x: [T, D]. q_latent: [T, q_rank]. Queries are projected from it, the rest from x. Queries and keys are rotated
+        if the step has rope.
         """
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         k = self.k_norm(self.k(x, step.rows))[:, None]

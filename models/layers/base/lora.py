@@ -70,7 +70,6 @@ class LoraPools(nnx.Module):
         x [R, in]; y unchanged if no row of the step has an adapter.
 
         adapters: those of the step, of which only the form and the visits are used; the slots of x's rows are `slots`.
-        A conditional around an entire layer would replace about four of these, but XLA then copies the KV pool.
         """
         flat, forms = (lambda: y + self.flat(x, slots)), [lambda: y]
         if adapters.visits is None:

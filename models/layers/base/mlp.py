@@ -119,8 +119,8 @@ class SparseGate:
     activation: Callable[[jax.Array], jax.Array]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activation of gates x f32[T, F], or of a device's part of them; mean and deviation are over all
-        devices' parts.
+        """Return activation(relu(x - (mean + deviations * standard deviation))) of gates x f32[T, F], or of a device's
+        part of them; mean and deviation of each token are over all devices' parts.
         """
         count = x.shape[-1] * num_shards("ffn")
         mean = sum_parts(jnp.sum(x, axis=-1, keepdims=True), "ffn") / count

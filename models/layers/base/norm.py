@@ -231,8 +231,8 @@ class HeadsLayerNorm(HeadsRMSNorm):
 class HeadLayerNorms(nnx.Module):
     """Layer norms without biases, one for each head; the n-th is the module `{source}.norms.{n}`: StableLM's.
 
-    Every device has the weights of all heads, since tensors of single heads cannot be split among them. copies: how
-    many times each head is stored on a mesh with more devices than heads (see layers.attention).
+    Every device has the weights of all heads. copies: how many times each head is stored on a mesh with more devices
+    than heads (see layers.attention).
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build, copies: int = 1):

@@ -38,7 +38,7 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: boo
 
     cos, sin: [T, R / 2], `rope_table` of the rows' positions. interleaved: whether neighbours are pairs; otherwise
     elements i and i + R / 2 are. In the result the first elements of all pairs come before the second ones: products of
-    q and k do not depend on the order, and q and k have no other use.
+    q and k do not depend on it.
     """
     half = cos.shape[-1]
     low, high, kept = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)

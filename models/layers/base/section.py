@@ -122,7 +122,7 @@ class ExpertLoads(Section):
         self._loads: list[jax.Array] = []
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Add the ExpertLoads among `notes`, if any."""
+        """Append the ExpertLoads among `notes`, if any."""
         for _, load in notes_of(notes, ExpertLoad):
             self.add(load[...])
 

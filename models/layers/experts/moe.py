@@ -184,7 +184,7 @@ class MixtureOfExperts(nnx.Module):
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         """Return a new parameter for the correction bias, f32[E]; subclasses may return [1, E].
 
-        It is float32 in every model, because the scores that it decides between may differ by little.
+        It is float32 in every model.
         """
         decl = ParamDecl((None,), (Source(source, num_experts),), init_std=0.02)
         return declare((num_experts,), jnp.float32, decl)
@@ -201,7 +201,9 @@ class MixtureOfExperts(nnx.Module):
         return self.of_picked(x, rows, weights, ids)
 
     def of_picked(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k]."""
+        """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k].
+        Zero experts add weighted x.
+        """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             ids = jnp.where(rows.is_token[:, None], ids, self.experts.num_routed)
@@ -314,10 +316,10 @@ class MixtureOfExperts(nnx.Module):
         """Return the output [T, D] in x's dtype, without the shared MLP: sends a row for each of a token's experts to
         the expert's device, and the results back.
 
-        Of n devices with the same tokens, each sends T / n of them and gathers the others' results, which exchanges
-        less than a sum of results would. Padding is not sent. All tokens of all N devices may pick the same device, so
-        each has memory for N * ceil(T / n) * min(k, experts per device) rows, where `_gather_tokens` needs k rows for
-        each token. weights, ids: [T, k], of the picked experts.
+        Of n devices with the same tokens, each sends T / n of them and gathers the others' results. Padding is not
+        sent. All tokens of all N devices may pick the same device, so each has memory for N * ceil(T / n) * min(k,
+        experts per device) rows, where `_gather_tokens` needs k for each token. weights, ids: [T, k], of the picked
+        experts.
         """
         k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
         with jax.named_scope("group"):
@@ -351,9 +353,7 @@ class MixtureOfExperts(nnx.Module):
         return rows
 
     def _slots_of(self, order: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """Return a function that maps the adapter slots of tokens to the slots of their rows in `order`; -1 for
-        padding.
-        """
+        """Return a function that maps adapter slots of tokens to those of their rows in `order`; -1 for padding."""
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
@@ -370,9 +370,8 @@ class MixtureOfExperts(nnx.Module):
     def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Return the output [M, D] of this device's experts for rows [M, D] sorted by expert; 0 in rows of no expert.
 
-        If a device has a slice of each expert, the result is a partial sum. It has the rows' dtype: as float32 it would
-        be most of a step's temporary memory. sizes: i32[experts of this device], the number of rows of each. adapters:
-        those of the rows, or None.
+        If a device has a slice of each expert, the result is a partial sum. It has the rows' dtype. sizes: i32[experts
+        of this device], the number of rows of each. adapters: those of the rows, or None.
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
@@ -442,7 +441,8 @@ class MixtureOfExperts(nnx.Module):
         return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Return the router logits f32[T, E] of tokens x [T, D]. With `notes_logits`, also sets the attribute `logits`.
+        """Return the router logits f32[T, E] of tokens x [T, D], with bias and soft cap if there are any. With
+        `notes_logits`, also sets the attribute `logits`.
 
         adapters: those of x's rows, or None.
         """

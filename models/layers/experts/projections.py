@@ -62,8 +62,8 @@ class ExpertProjections(nnx.Module):
         self.bias = declare((size,), build.dtype, bias)
 
     def pick(self, x: jax.Array, rows: Rows) -> Picks:
-        """Return the Picks of tokens x [T, D]; of experts with equal logits the one with the lower index comes first.
-        Padding goes to no expert.
+        """Return the Picks of tokens x [T, D], with weights that are softmaxes of their logits, sorted by expert; of
+        experts with equal logits the one with the lower index comes first. Padding goes to no expert.
         """
         with jax.default_matmul_precision("float32"):
             best, ids = jax.lax.top_k(self.router(x, rows, out_dtype=jnp.float32), self.num_picked)

@@ -47,7 +47,8 @@ class SinkExperts(MixtureOfExperts):
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
         """Return weights f32[T, k + S], those of the shared experts last, and experts i32[T, k] of tokens x [T, D].
-        Otherwise as in MixtureOfExperts.
+        Weights are sigmoids that add up to 1 over both, times the scaling factor and `scale`. Otherwise as in
+        MixtureOfExperts.
         """
         count = self.experts.num_experts
         logits, shared = jnp.split(self._router_logits(x, adapters), [count], axis=1)

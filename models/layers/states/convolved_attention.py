@@ -67,7 +67,7 @@ class ConvolvedAttention(Attention):
         self, x: jax.Array, kv: tuple[KVPages, States], pages: tuple[LayerPages, StateRows], step: StepInputs
     ) -> tuple[jax.Array, tuple[KVPages, States]]:
         """Map x[T, D] to ([T, D], the pool with this step's keys and values, and QueryKeyConvolutions.arrays after this
-        step's tokens).
+        step's tokens). Queries and keys are convolved and normed; half of a value is that of the token before.
         """
         (pool, (raw, convolved, delayed)), (own_pages, rows) = kv, pages
         with jax.named_scope("qkv"):
@@ -94,7 +94,8 @@ class ConvolvedAttention(Attention):
         self, joined: jax.Array, raw: jax.Array, windows: jax.Array, rows: StateRows
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
         """Return queries f32[T, N, H] and keys f32[T, K, H] before their norm, and the windows of both convolutions
-        after this step's tokens, for projections `joined` [T, (N + K) * H].
+        after this step's tokens, for projections `joined` [T, (N + K) * H]. To their convolutions, by channel and then
+        within heads, are added the means of each query and its key, for a key the mean of these.
         """
         heads, dim = self.spec.num_q_heads, self.spec.head_dim
         first, raw = causal_conv(joined, self.taps[...], raw, rows)

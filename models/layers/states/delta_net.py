@@ -123,10 +123,11 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array, jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens).
+        """Map x[T, D] to ([T, D], the states after this step's tokens): projections, convolution, gated delta rule,
+        norm, gate, output projection.
 
         states: windows of the convolution and matrices, [R, ...] each; GatedDelta.arrays has the shapes of one row.
-        rows: the rows that each sequence reads and writes; all others are unchanged.
+        rows: those that sequences read and write.
         """
         state, num_tokens, (windows, matrices) = self.state, x.shape[0], states
         with jax.named_scope("inputs"):

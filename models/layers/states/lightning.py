@@ -48,10 +48,11 @@ class LightningAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array]]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens).
+        """Map x[T, D] to ([T, D], the states after this step's tokens): linear attention of activated q, k and v with a
+        constant decay of each head, normed, times a sigmoid gate and projected.
 
-        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: the rows that each
-        sequence reads and writes; all others are unchanged.
+        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: those that
+        sequences read and write.
         """
         shape = x.shape[0], self.num_heads, self.size
         with jax.named_scope("inputs"):
@@ -102,10 +103,11 @@ class RotatedLightningAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array]]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens).
+        """Map x[T, D] to ([T, D], the states after this step's tokens): linear attention with a constant decay of each
+        head, of activated q, k and v, the former two normed and rotated; its norm, times a sigmoid gate, projected.
 
-        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: the rows that each
-        sequence reads and writes; all others are unchanged.
+        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: those that
+        sequences read and write.
         """
         shape = x.shape[0], self.num_heads, self.size
         with jax.named_scope("inputs"):

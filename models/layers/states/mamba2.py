@@ -38,7 +38,9 @@ class GroupsRMSNorm(nnx.Module):
         self.eps, self.num_groups, self.width = eps, state.num_groups, state.inner_size // state.num_groups
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """Return y f32[T, I] normed, I being the elements of this device's heads, in the same shape and dtype."""
+        """Return y f32[T, I] divided by the RMS of each group, which may lie on several devices, times the weight, I
+        being the elements of this device's heads, in the same shape and dtype.
+        """
         sharing = num_shards("heads") // self.num_groups
         grouped = y.reshape(y.shape[0], max(1, self.num_groups // num_shards("heads")), -1)
         squares = jnp.sum(grouped * grouped, axis=-1)
@@ -96,10 +98,11 @@ class Mamba2(nnx.Module):
         self.out = Linear(inner, out, axes=("heads", "embed"), bias=state.output_bias, build=build)
 
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens).
+        """Map x[T, D] to ([T, D], the states after this step's tokens): projections, convolutions, state space plus
+        skip, SiLU gate with norm, output projection.
 
         states: both windows of the convolutions and the matrices, [R, ...] each; StateSpace.arrays has the shapes of
-        one row. rows: the rows that each sequence reads and writes; all others are unchanged.
+        one row. rows: those that sequences read and write.
         """
         state, num_tokens, matrices = self.state, x.shape[0], states[2]
         with jax.named_scope("inputs"):

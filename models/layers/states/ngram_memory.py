@@ -80,7 +80,9 @@ class NgramLookup(nnx.Module):
         return mapped.astype(jnp.uint32), latest.after(state, rows)
 
     def _places(self, ids: jax.Array) -> jax.Array:
-        """Return the rows i32[T, C] of the table for ids u32[T, longest], those for 2-grams first."""
+        """Return the rows i32[T, C] of the table for ids u32[T, longest], those for 2-grams first. A row is the XOR of
+        the ids' products with the multipliers, modulo the prime of its range.
+        """
         count, places, first = self.form.num_heads, [], 0
         mixed = product_of_ids(ids[:, 0], self.multipliers[0])
         for lag in range(1, self.form.longest):

@@ -50,7 +50,9 @@ def hash_factors(ngrams: NGrams) -> list[int]:
 
 
 def table_sizes(ngrams: NGrams) -> tuple[int, ...]:
-    """Return the number of rows of each table of the layer, those of 2-grams first."""
+    """Return the number of rows of each table of the layer, those of 2-grams first: the primes from `least` on that
+    follow those of the layers before.
+    """
     before = ngrams.number * ngrams.num_tables
     return primes_from(ngrams.least, before + ngrams.num_tables)[before:]
 
@@ -59,7 +61,8 @@ def rows_of(ngrams: NGrams, blocks: TokenBlocks, before: jax.Array) -> jax.Array
     """Return the numbers i32[T, num_tables] of the rows that a step's tokens look up, counted through all tables.
 
     before: i32[T, longest - 1], ids of the tokens before each token in its sequence, the last one first; those before
-    the first one may be any.
+    the first one may be any. From `end` on, towards the beginning, they count as `end`. A row is the XOR of the ids'
+    products with factors, modulo a table's size.
     """
     lags = jnp.arange(1, ngrams.longest, dtype=jnp.int32)
     ends = (before == ngrams.end) | (lags > blocks.positions[:, None])
@@ -133,9 +136,10 @@ class GatedNGrams(nnx.Module):
         self, x: jax.Array, states: tuple[jax.Array, jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Map hidden states x[T, A * D] to (what is added to them, [T, A * D], the states after this step's tokens).
+        What is added is the gated values of the n-grams' embeddings plus SiLU of their dilated convolution.
 
         states: windows of the convolution and last token ids, [R, ...] each; NGrams.arrays has the shapes of one row.
-        rows: the rows that each sequence reads and writes; all others are unchanged.
+        rows: those that sequences read and write.
         """
         ngrams, blocks, (windows, last) = self.ngrams, step.blocks, states
         with jax.named_scope("ngrams"):
@@ -154,7 +158,9 @@ class GatedNGrams(nnx.Module):
         return added.astype(x.dtype), (windows, kept.after(last, rows))
 
     def _gated(self, x: jax.Array, embedded: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the values [T, A * D] of embeddings [T, size], multiplied by the gates of hidden states x."""
+        """Return the values [T, A * D] of embeddings [T, size], multiplied by the gates of hidden states x: sigmoids of
+        the signed roots of products of normed keys and x.
+        """
         key, query = self.key_norm(self.key(embedded, step.rows)), self.query_norm(x)
         products = key.astype(jnp.float32) * query.astype(jnp.float32)
         scores = jnp.sum(products.reshape(x.shape[0], -1, self.hidden_size), axis=-1) / math.sqrt(self.hidden_size)

@@ -75,10 +75,11 @@ class RecurrentBlock(nnx.Module):
         self.out = Linear(channels, out, axes=("heads", "embed"), bias=True, build=build)
 
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens).
+        """Map x[T, D] to ([T, D], the states after this step's tokens): projection, convolution, gated recurrence
+        (RG-LRU), activated gate, output projection.
 
         states: the window of the convolution and the channels' states, [R, ...] each; GatedRecurrence.arrays has the
-        shapes of one row. rows: the rows that each sequence reads and writes; all others are unchanged.
+        shapes of one row. rows: those that sequences read and write.
         """
         window, before = states
         with jax.named_scope("inputs"):

@@ -42,10 +42,11 @@ class ShortConv(nnx.Module):
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array]]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens).
+        """Map x [T, D] to ([T, D], the states after this step's tokens): `_gated` of the second part of `inputs` and
+        the causal convolution of the first times the third.
 
-        states: the windows alone, [R, ...]; ShortConvolution.arrays has the shape of one row. rows: the rows that each
-        sequence reads and writes; all others are unchanged.
+        states: the windows alone, [R, ...]; ShortConvolution.arrays has the shape of one row. rows: those that
+        sequences read and write.
         """
         with jax.named_scope("inputs"):
             before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
@@ -66,9 +67,8 @@ class WholeShortConv(ShortConv):
     """
 
     def __call__(self, x: jax.Array, states: Any, rows: Any, step: StepInputs) -> tuple[jax.Array, Any]:
-        """Map x[T, D] to ([T, D], `states` unchanged). `rows` is not used.
-
-        step: its `of_layer` is the result of `taps_within`, [T, kernel].
+        """Map x [T, D] to ([T, D], `states` unchanged): a convolution to both sides of gated inputs, then `_gated`.
+        step: its `of_layer` is the result of `taps_within`, [T, kernel]. `rows` is not used.
         """
         assert step.of_layer is not None
         with jax.named_scope("inputs"):
@@ -94,7 +94,9 @@ class ResidualConv(nnx.Module):
         self.taps = declare((channels, kernel), jnp.float32, ParamDecl((axis, None), (taps,), init_std=0.3))
 
     def __call__(self, x: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-        """Map x[T, C] to ([T, C], the windows [R, kernel - 1, C] after this step's tokens), computed in float32."""
+        """Map x [T, C] to (x plus its causal convolution, the windows [R, kernel - 1, C] after this step's tokens),
+        summed in float32.
+        """
         with jax.named_scope("causal_conv"):
             mixed, windows = causal_conv(x, self.taps[...], windows, rows)
         return (x.astype(jnp.float32) + mixed).astype(x.dtype), windows

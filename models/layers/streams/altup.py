@@ -46,13 +46,13 @@ class Streams(nnx.Module):
         self.scales_active = altup.scales_active
 
     def _modes(self, x: jax.Array) -> jax.Array:
-        """Return the modes [T, A], each between -1 and 1, to which the router sends hidden states x [T, D]."""
+        """Return the modes [T, A] of hidden states x [T, D], tanh(router(norm(x) / D))."""
         routed = self.router(scaled(self.norm(x), 1 / x.shape[-1]), out_dtype=jnp.float32)
         return jnp.tanh(routed).astype(x.dtype)
 
     def predict(self, x: jax.Array) -> jax.Array:
         """Return predictions f32[T, A, D] of hidden states x [T, A, D]: each plus a mixture of all A, with weights that
-        depend on the active one.
+        `predictor` makes of the active one's modes.
         """
         shares = self.predictor(self._modes(x[:, self.active]), out_dtype=jnp.float32)
         shares = shares.reshape(x.shape[0], x.shape[1], x.shape[1])
@@ -60,8 +60,8 @@ class Streams(nnx.Module):
         return wide + jnp.einsum("tqp,tpd->tqd", shares, wide)
 
     def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
-        """Return `predictions` f32[T, A, D] plus, for each of the A, a learned share of the difference between
-        `computed` [T, D] and the active prediction.
+        """Return `predictions` f32[T, A, D] plus, for each of the A, the difference between `computed` [T, D] and the
+        active prediction, times 1 + what `corrector` makes of the modes of `computed`.
         """
         shares = self.corrector(self._modes(computed), out_dtype=jnp.float32) + 1.0
         missed = computed.astype(jnp.float32) - predictions[:, self.active]

@@ -106,7 +106,8 @@ class BlockResidualLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """Return the hidden states after the layer, [T, A * D] for x [T, A * D], and the pool with this step's keys and
-        values written, or the states in its place.
+        values written, or the states in its place. Outputs of attention and MLP are added to the first state; where a
+        block begins, at `place`, that is kept there first and attention's output replaces it.
         """
         size = x.shape[1] // self.before_mlp.num_streams
         with jax.named_scope("attention"):

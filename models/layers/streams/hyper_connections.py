@@ -86,7 +86,8 @@ class HyperConnection(nnx.Module):
 
     def mixed(self, x: jax.Array) -> tuple[jax.Array, Mixing]:
         """Return the shares f32[T, A] of the hidden states x [T, A * D] in a part's input, and the weights with which
-        `write` adds a part's output to x.
+        `write` adds a part's output to x: sigmoids, and a matrix that `rounds` of division by sums make doubly
+        stochastic.
         """
         count, eps = self.form.num_streams, self.form.eps
         mixed, bias, factors = self.mixer(x), self.mixer.bias[...], self.mixer.factors[...]
@@ -142,7 +143,9 @@ def with_shares(streams: jax.Array, shares: jax.Array) -> jax.Array:
 
 
 def without_shares(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the hidden states [T, A * D] and the shares f32[T, A] that `with_shares` joined to x. count: A."""
+    """Return the hidden states [T, A * D] and the shares f32[T, A] that `with_shares` joined to x in three parts, which
+    are added. count: A.
+    """
     streams, *parts = jnp.split(x, [x.shape[1] - each * count for each in (3, 2, 1)], axis=-1)
     first, second, third = (part.astype(jnp.float32) for part in parts)
     return streams, first + (second + third)
@@ -248,8 +251,8 @@ class GatedStreams(nnx.Module):
         self.down, self.up = Linear(wide, (down,), **options), Linear(form.rank, (up,), **options)
 
     def mean(self, normed: jax.Array, rows: Rows) -> jax.Array:
-        """Return the mean [T, D] of normed hidden states [T, A * D], multiplied by their gates, in their dtype. rows:
-        the step's.
+        """Return the mean [T, D] of normed hidden states [T, A * D], multiplied by their gates
+        sigmoid(up(silu(down(normed) / A))), in their dtype. rows: the step's.
         """
         inner = jax.nn.silu(self.down(normed, rows, out_dtype=jnp.float32) / self.count).astype(normed.dtype)
         gates = jax.nn.sigmoid(self.up(inner, rows, out_dtype=jnp.float32))

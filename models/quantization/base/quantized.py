@@ -102,8 +102,8 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def agrees_on_scales(self) -> bool:
-        """Whether devices that split the inputs exchange the largest values from which the scales of rows are
-        computed.
+        """Whether devices that split the inputs exchange the largest values from which the scales of rows are computed:
+        if they are dynamic and without groups.
         """
         dynamic = self.activation is not None and not self.activation.static and self.activation.group is None
         return dynamic and self.input_axis is not None
@@ -289,8 +289,7 @@ class Quantized:
     """Scheme (jaxengine.models.quantization.base.scheme) of modules that are quantised in a checkpoint.
 
     Tables are dequantised as they are read, unless `with_tables`, as few checkpoints quantise them. So are matrices
-    whose codes cannot be multiplied with. Tables that would be rounded at load are read plain, which costs no more
-    memory.
+    whose codes cannot be multiplied with. Tables that would be rounded at load are read plain.
     """
 
     stored: Stored

@@ -146,8 +146,8 @@ def _effort(quantization: Quantization) -> Effort:
 
 
 def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *, linear: bool) -> bool:
-    """Return whether one of `entries` matches a module with these names. linear: whether LINEAR matches it. Raises
-    ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
+    """Return whether one of `entries`, names or expressions, matches one of a module's `names`. linear: whether LINEAR
+    does. Raises ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
     """
     exact, others = _parted(entries)
     if not exact.isdisjoint(names) or (linear and LINEAR in others):

@@ -30,8 +30,7 @@ class TableEntries(InOrder):
     text.
 
     The codes are the dequantised values themselves. A module with a `weight` [out, in] of floating-point numbers and no
-    JSON text is plain: bitsandbytes quantises modules, and transformers 5 has experts as parameters, which no list of
-    the configuration names.
+    JSON text is plain, as transformers 5 has experts as parameters.
 
     Attributes:
       kind: "nf4" or "fp4".

@@ -54,7 +54,9 @@ class Mxfp4(InOrder):
         return {self.pairs: ((out, -(-size // GROUP) * GROUP // 2),), self.exponents: ((out, -(-size // GROUP)),)}
 
     def check(self, module: StoredModule) -> None:
-        """Raise ModelFileError for tensors of another dtype, and for the exponent 255, which stands for no number."""
+        """Raise ModelFileError for pairs and exponents of another dtype than `bytes_as`, and for the exponent 255,
+        which stands for no number.
+        """
         module.read(self.pairs, self.bytes_as[0], slice(0, 1))
         if np.any(module.read(self.exponents, self.bytes_as[1]).view(np.uint8) == 255):
             raise module.fail(self.exponents, "255 stands for no number")

@@ -38,7 +38,9 @@ class Mxfp8(InOrder):
         return {"weight": ((out, size),), self.exponents: ((out, num_groups(size, GROUP)),)}
 
     def check(self, module: StoredModule) -> None:
-        """Raise ModelFileError for tensors of another dtype, and for the exponent 255, which stands for no number."""
+        """Raise ModelFileError unless `weight` has the format's dtype and exponents are u8, and for the exponent 255,
+        which stands for no number.
+        """
         module.read("weight", self.dtype, slice(0, 1))
         if np.any(module.read(self.exponents, "uint8") == 255):
             raise module.fail(self.exponents, "255 stands for no number")

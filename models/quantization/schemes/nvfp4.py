@@ -54,8 +54,8 @@ class Nvfp4(InOrder):
         return {self.rows: SCALAR}
 
     def check(self, module: StoredModule) -> None:
-        """Raise ModelFileError for tensors of another dtype, and unless global scales are finite normal numbers above
-        0.
+        """Raise ModelFileError unless pairs are u8, weight_scale is e4m3, and global scales, also those of rounded
+        rows, are finite normal numbers above 0.
         """
         module.read(self.pairs, "uint8", slice(0, 1))
         module.read("weight_scale", "float8_e4m3fn", slice(0, 1))

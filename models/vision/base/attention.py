@@ -41,7 +41,7 @@ def segment_attention(
     dtype, with sums in float32.
 
     Keys are taken in blocks with a running softmax (FlashAttention, Dao et al. 2022, arXiv:2205.14135), from the first
-    to the last that any query of a block sees, so the cost is that of the segments' squares.
+    to the last that any query of a block sees.
 
     Args:
       q, k, v: [P, N, H], P a multiple of `block`.
@@ -120,8 +120,7 @@ def window_attention(
     """Return the attention within the windows of segments, [P, N, H] in q's dtype; the patches of a window must be
     neighbours.
 
-    Blocks have `window_block(longest)` patches, and queries see the keys of their own block and of its two neighbours:
-    the cost is P times that length.
+    Blocks have `window_block(longest)` patches, and queries see the keys of their own block and of its two neighbours.
 
     Args:
       q, k, v: [P, N, H], P a multiple of the block.

@@ -39,9 +39,8 @@ def tower_axis(axis: str, build: Build) -> str:
 
 
 def in_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array, most: int) -> jax.Array:
-    """Return function(x), [T, E] for x [T, D], computed for at most `most` rows at a time, so that what it holds in
-    between exists for these alone. function: maps each row by itself, whatever the number of rows; blocks are equal,
-    and rows of zeros fill the last one.
+    """Return function(x), [T, E] for x [T, D], computed for at most `most` rows at a time. function: maps each row by
+    itself, whatever the number of rows; blocks are equal, and rows of zeros fill the last one.
     """
     count = -(-len(x) // most)
     if count <= 1:
@@ -108,8 +107,6 @@ def stretched(
 ) -> jax.Array:
     """Return learned positions interpolated to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table
     entries, or linearly between 2 x 2.
-
-    The terms are added one after the other, so that memory holds only one term for each patch.
 
     Args:
       table: [height * width, D].
@@ -178,7 +175,7 @@ class PatchEmbedding(nnx.Module):
     hence a product.
 
     Its weight, [D, channels, ...] in checkpoints, is read with the axes of F joined (CheckpointNames.flattened). It is
-    never quantised, because no method is for convolutions.
+    never quantised.
     """
 
     def __init__(self, num_features: int, size: int, *, source: str, bias: bool, build: Build):

@@ -130,7 +130,9 @@ class QueryFormer(nnx.Module):
         )
 
     def __call__(self, queries: jax.Array, windows: jax.Array) -> jax.Array:
-        """Return the queries [U, Q, D] after they have read their windows [U, W, E], in their shape."""
+        """Return the queries [U, Q, D], normed, after all layers have let them attend to their windows [U, W, E], in
+        their shape.
+        """
         x = self.norm(queries)
         for layer in self.layers:
             x = layer(x, windows)

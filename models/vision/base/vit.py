@@ -233,7 +233,6 @@ def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | N
     """Return the attention within each unit, softmax(q k^T / sqrt(H)) v, for [U, S, N, H] each, in the same shape.
 
     is_key: bool[U, S], positions that are attended to; None for all. A unit without any gets the mean of its values.
-    Scores exist for one unit at a time, and for a part of its queries if it has many.
     """
     num_positions, head_dim = q.shape[1], q.shape[3]
     blocks = -(-num_positions // _QUERIES)

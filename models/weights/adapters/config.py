@@ -134,8 +134,7 @@ class AdapterConfig:
     def wants(self, name: str) -> bool:
         """Return whether PEFT changes the module with this name in the file, if the model has it: target_modules names
         it, it is in layers_to_transform, and exclude_modules and modules_to_save do not name it. An expression in
-        target_modules that begins with "layers" is matched with the name without a leading "model.", which PEFT does
-        not accept.
+        target_modules that begins with "layers" is matched with the name without a leading "model.".
 
         Results are cached. Raises ModelFileError if expressions take too many steps.
         """

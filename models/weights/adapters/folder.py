@@ -188,8 +188,8 @@ def _stored_modules(
     layer, which are not in the map. Modules that no layer multiplies by (AdapterTargets.is_unused) are left out.
 
     Modules that lack one of their two matrices, that the model does not have, or that appear twice are added to
-    `faults` as errors; those that lack a matrix are in the map all the same. Raises ModelFileError if the pairs for all
-    experts are not those of the configuration.
+    `faults` as errors; those that lack a matrix are in the map all the same. Raises ModelFileError, with all of
+    `faults`, if the pairs for all experts are not those of the configuration.
     """
     path = tensors.path
     stored: dict[str, str] = {}

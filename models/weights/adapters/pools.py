@@ -128,7 +128,9 @@ class AdapterTargets:
         return module.rsplit(".", 2)[0] in self.experts
 
     def stored_names(self, module: str) -> list[str]:
-        """Return the names that an adapter's file may have for a module of the model, its own name first."""
+        """Return the names that an adapter's file may have for a module of the model, its own name first, then with the
+        family's parts, suffixes and prefixes changed back.
+        """
         parts = self.names.parts_of(module)
         names = [module, *(f"{module}.weight".replace(own, part)[: -len(".weight")] for part, own in parts)]
         ends = [(old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in self.names.suffixes]

@@ -115,9 +115,8 @@ def save_checkpoint(
 def _reported_once() -> Iterator[None]:
     """Return a context manager that silences secondary reports of an error that is raised as well.
 
-    Orbax's threads log them, asyncio does when their tasks are collected, tensorstore's use an event loop that has been
-    closed, and Python warns of coroutines that were never awaited. They may come long after the error, so the silence
-    ends with the block only if there was no error.
+    They come from threads of Orbax and tensorstore, from asyncio and from Python, maybe long after the error, so the
+    silence ends with the block only if there was no error.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -234,8 +233,8 @@ def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
 
 def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
     """Return the properties that determine the bytes of a weight, as JSON values: "shape", "dtype", "sources" (without
-    tensor names) and "parts" along the joined axis on `mesh`. The number of parts is 1 for a weight of a single source,
-    for which devices do not matter. Raises ValueError for a mesh that does not split it evenly.
+    tensor names) and "parts" along the joined axis on `mesh`. The number of parts is 1 for a weight of a single source.
+    Raises ValueError for a mesh that does not split it evenly.
     """
     sources = param.decl.sources
     return {

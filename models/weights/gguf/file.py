@@ -43,7 +43,7 @@ def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
     """Return query or key rows of a llama file in Hugging Face order: [num_heads * H, ...], any number of dimensions.
 
     llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are H/2 apart. llama.cpp's converter
-    interleaves the two halves of every head, and this undoes it.
+    interleaves the two halves of every head, which this undoes.
     """
     head_dim = array.shape[0] // num_heads
     split = array.reshape(num_heads, head_dim // 2, 2, *array.shape[1:])

@@ -38,7 +38,9 @@ class AdaptedSource(WrappedSource):
                 self._check(name.removesuffix(_ORIGINAL), names, adaptation[0])
 
     def _check(self, module: str, names: set[str], task: int) -> None:
-        """Raise ModelFileError unless `module` has adapters in `names` that fit its matrix and include `task`."""
+        """Raise ModelFileError unless `names` has both adapter matrices of `module`, and they fit its matrix and have
+        the task.
+        """
         if missing := {module + _A, module + _B} - names:
             raise fault_in(self._source, min(missing), "is missing")
         first, second = (self._source.shape(name) for name in self._factors(module))

@@ -56,7 +56,7 @@ class KVScales(NamedTuple):
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
     """Return scales, f32, with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of
-    _HEADROOM.
+    _HEADROOM: `largest` / _codes(dtype).
 
     A scale is 1 if all numbers were zero, or so small that devices would flush the scale to 0 and divide by it.
     """

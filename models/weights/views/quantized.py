@@ -135,7 +135,7 @@ class QuantizedSource(WrappedSource):
     def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
         """Replace a weight's tensors in `names` by those that the model declares, if it is quantised, and add its
         modules to `modules`. A matrix that the model declares as plain, such as a router, is dequantised if the
-        checkpoint has it quantised, as tools write it that quantise every linear layer.
+        checkpoint has it quantised.
 
         Does nothing if the checkpoint may lack weights and has no module of this one. Raises ModelFileError for tensors
         that do not fit the format, and for scales that are not finite.

@@ -251,7 +251,7 @@ class CompressedAttention(nnx.Module):
         return q_latent, q, self.kv_norm(key)
 
     def _project_out(self, o: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the layer's output [T, D] for the outputs of its heads, o [T, N, H]."""
+        """Return the layer's output [T, D] for the outputs of its heads, o [T, N, H]: out_b of out_a of each group."""
         with jax.named_scope("o_proj"):
             o = self.out_a.batched_matmul(o.reshape(o.shape[0], -1, self.group_width), contract=1).astype(o.dtype)
             return self.out_b(o.reshape(o.shape[0], -1), step.rows)

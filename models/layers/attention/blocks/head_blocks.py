@@ -88,7 +88,9 @@ class HeadBlockAttention(Attention):
         )
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this layer's keys, values and keys of the indexer written)."""
+        """Map x[T, D] to ([T, D], the pool with this layer's keys, values and keys of the indexer written). Each KV
+        head attends to the blocks of keys that its indexer head selects, the `local` latest ones always among them.
+        """
         with jax.named_scope("qkv"):
             q, k, v, _ = self._heads(self.qkv(x, step.rows))
             q, k = self.rotate(q, k, step)

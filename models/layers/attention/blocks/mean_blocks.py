@@ -171,7 +171,9 @@ class MeanBlockAttention(Attention):
     def _attended(
         self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs, blocks: TokenBlocks
     ) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's keys and values, and the indexer's keys, written)."""
+        """Map x[T, D] to ([T, D], the pool with this step's keys and values, and the indexer's keys, written).
+        Attention is over the keys of the selected blocks, and is gated before the output projection.
+        """
         with jax.named_scope("qkv"):
             q, k, v, gate = self._heads(self.qkv(x, step.rows))
             q, k = self.rotate(q, k, step)
@@ -196,7 +198,8 @@ class MeanBlockAttention(Attention):
 
     def _with_blocks(self, keys: jax.Array, pages: _Pages, blocks: TokenBlocks) -> jax.Array:
         """Return the indexer's keys [T, J] to be written: `keys` of this step's tokens, and the keys of the blocks that
-        the step completes in place of those of their last tokens. pages: the pool before this step's write.
+        the step completes in place of those of their last tokens, made of the means of their tokens' keys. pages: the
+        pool before this step's write.
         """
         size, num_tokens = self.blocks.size, keys.shape[0]
         last = jnp.minimum(blocks.last, num_tokens - 1)
