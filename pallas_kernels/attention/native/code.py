@@ -121,7 +121,8 @@ class AttentionCode(Handlers):
         copies = make_copy_keys_words(self, squares, BLOCK), make_copy_values_words(self)
         steps = Steps(2, copies, *words, softmax.weigh_words, make_trim(self))
         function, b = self.begin(f"{WORDS}_item", NOTHING, [PTR, I64])
-        self._compute(b, *function.args, I64(2), I64(0), steps)
+        job, index = function.args
+        self._compute(b, job, index, I64(2), I64(0), steps)
         self._handler_of(WORDS, function)
 
     def _add_floats(self, b: Builder, sums: Any, one: Any, other: Any) -> Any:
