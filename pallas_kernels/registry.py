@@ -394,7 +394,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 def platform_of(device: Any) -> str:
     """Return the platform of a jax device: "cpu", "tpu", "gpu" (Hopper), "gpu_blackwell", "gpu_triton" (Ampere, Ada
-    and RTX Blackwell) or "gpu_xla" (any other CUDA card).
+    and RTX Blackwell) or "gpu_xla" (any other CUDA card, one for which the installed jax lowers no Triton, and within
+    `plain_cards` every card).
 
     Raises ValueError for another kind of device.
     """

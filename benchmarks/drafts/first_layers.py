@@ -32,8 +32,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def write_first(folder: Path, layers: int, tokens: int | None = None) -> None:
-    """Write the default model's first `layers` layers, and the embeddings of its first `tokens` tokens, as a Hugging
-    Face folder.
+    """Write the default model's first `layers` layers, its final norm, and the embeddings (and LM head, if it has one
+    of its own) of its first `tokens` tokens, as a Hugging Face folder.
 
     folder: created if it is missing. tokens: None for the whole vocabulary.
     """

@@ -110,7 +110,9 @@ OPTIONS = shared(targets=("sm_80", "sm_100"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure each target, heads and step with the platform's tuning and with a CPU's; add a row for each."""
+    """Measure each target, heads and step, if args.only is in its name, with the platform's tuning and with a CPU's;
+    add a row for each to those of the file, or replace it there.
+    """
     recorder.take_over()
     for target in args.targets:
         for heads in HEADS:

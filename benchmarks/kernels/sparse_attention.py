@@ -216,7 +216,7 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
 
 
 def _own(ptx: str) -> bool:
-    """Return whether a PTX file has one of the kernels."""
+    """Return whether the text of a PTX file has the kernel selected_rows or index_scores."""
     return any(f".entry {name}" in ptx for name in ("selected_rows", "index_scores"))
 
 

@@ -78,7 +78,9 @@ def devices_of(options: dict[str, Any]) -> int:
 
 
 def write_family(name: str, folder: Path) -> dict[str, Any]:
-    """Write the model of a case in FAMILIES to `folder`, which does not exist, and return the engine options for it."""
+    """Write the model of a case in FAMILIES, without weights, to `folder`, which does not exist; return the engine
+    options for it. A model that sees also gets its tokenizer and processor.
+    """
     recorded, fields = FAMILIES[name]
     sees = recorded.endswith("_vision")
     if sees:

@@ -134,8 +134,9 @@ async def kill_engine(running: ServerProcess, traffic: Traffic, streams: int) ->
 
 
 def kills(findings: Findings, count: int, streams: int) -> None:
-    """Record what happens after `count` deaths of the engine under `streams` streams each, and after a death of the
-    supervisor.
+    """Record figures of `kill_engine` over `count` deaths of the engine under `streams` streams each, and the seconds
+    of a start with everything compiled, on which a limit rests. Then kill the supervisor, and record how long its
+    children live on and how many files are left.
     """
     # The first start compiles everything, so that the second one only loads.
     start_server(ENGINE, wait=600.0).stop()
@@ -313,7 +314,8 @@ def end_task(task: asyncio.Task) -> None:
 async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[str]) -> tuple[list[float], int]:
     """Stream `num_tokens` tokens while another client requests each regex in `grammars`, one after the other.
 
-    Returns the seconds between the stream's tokens, and how many of the grammars were answered meanwhile.
+    Returns the seconds between the stream's tokens, and how many of the grammars were answered meanwhile, with a result
+    or with status 400. Raises AssertionError for other answers.
     """
     connections, answered = Connections(traffic.server), 0
 

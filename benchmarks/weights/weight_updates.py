@@ -342,8 +342,9 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def _run(args: Namespace, recorder: Recorder, model: dict[str, Any]) -> None:
-    """Make the updates up to `args.updates` or the deadline, and add a row after every `args.row`. model: options that
-    name the model.
+    """Make the updates after those of the recorder's last row, up to `args.updates` or the deadline, and add a row
+    after every `args.row`. "kept" is whether nothing was compiled, no versions were wrong, no checked run differs, and
+    arrays take no more than in the first row. model: options that name the model.
     """
     before = recorder.rows[-1] if recorder.rows else Counter[str]()
     updates = Updates(args, before["updates"], model)

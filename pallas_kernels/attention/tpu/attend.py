@@ -43,8 +43,8 @@ from jaxengine.pallas_kernels.tuning import TpuAttention
 
 
 def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) -> Schedule | xla_schedule.Schedule:
-    """Return the TPU kernel's work list of the step, or XLA's for slopes and biases by distance, which the
-    kernel does not support.
+    """Return the TPU kernel's work list of the step, or XLA's for what the kernel does not support: slopes and
+    biases by distance, and chunks before a token's own (`spec.xla_only`).
 
     options: as in attention.op.attention_schedule; `tuning` is required.
     """

@@ -21,9 +21,9 @@ _COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield a candidate for the problem for each width of tiles: first with scaled sums, if its rows are at most half
-    of a group's inputs, then with scaled codes. Of candidates with equal tiles and the same form only the first is
-    yielded.
+    """Yield a candidate for the problem for each width of tiles in _COLUMNS: first all with scaled sums, if the
+    problem's rows are at most half of a group's inputs, then all with scaled codes. Of candidates with equal tiles and
+    the same form only the first is yielded.
     """
     default, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
@@ -42,7 +42,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def _candidate(
     problem: Problem, chosen: dict[str, int], sizes: TpuProducts, by_sums: bool, rows: int, columns: int
 ) -> Candidate:
-    """Return the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns.
+    """Return the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns. What is compiled
+    for its estimate is one tile over the inputs of one pass of the kernel's loop; its cost is None without "bundles".
 
     by_sums: whether sums are scaled instead of codes, see `widened`.
     """
