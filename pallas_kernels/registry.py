@@ -115,7 +115,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("whole_prompt_attention", "cpu"): "attention.xla.whole_prompts",
     ("kv_update_schedule", "tpu"): "kv.update_tpu",
     ("kv_update_schedule", "xla"): "kv.update_xla",
-    ("kv_update_schedule", UNPAGED): "kv.update_unpaged",
+    ("kv_update_schedule", UNPAGED): "kv.update_xla",
     ("kv_cache_update", "tpu"): "kv.update_tpu",
     ("kv_cache_update", "xla"): "kv.update_xla",
     ("kv_cache_update", UNPAGED): "kv.update_unpaged",
