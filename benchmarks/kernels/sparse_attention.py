@@ -71,7 +71,9 @@ MODELS = {
 
 
 def shapes_of(model: Model, op: str, platform: str) -> tuple[Callable, tuple[Any, ...]]:
-    """Return (function that calls operation `op` of a decode, its arguments as shapes)."""
+    """Return (function that calls operation `op` of a decode, its arguments as shapes): SEQUENCES tokens with CONTEXT
+    keys each, in bfloat16, and a pool of `platform`.
+    """
     stored = model.key if model.size is None else model.key + model.value
     kv_heads = model.heads[1]
     num_pages = SEQUENCES * CONTEXT // PAGE_SIZE
@@ -140,8 +142,8 @@ def copies_of(model: Model, op: str) -> int:
 
 @contextmanager
 def copied_bytes(pool: Any) -> Iterator[set[int]]:
-    """Collect, within the context, the sizes in bytes of the copies from `pool`, an array, that traced kernels of TPUs
-    make.
+    """Collect, within the context, the sizes in bytes of the copies that traced kernels of TPUs make from arrays as
+    large as `pool`. Replaces pltpu.make_async_copy meanwhile.
     """
     found: set[int] = set()
     make = pltpu.make_async_copy

@@ -148,7 +148,8 @@ def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> np.ndarray:
-    """Run the scheduler for `num_steps` steps, after a warm-up that fills the engine.
+    """Run the scheduler for `num_steps` steps, after a warm-up that fills the engine, on requests of random lengths
+    that arrive at random.
 
     Returns (tokens, sequences) of each step that was not empty, i64[n, 2]. load: rate of arrivals as a share of the
     engine's capacity.

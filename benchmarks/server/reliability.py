@@ -204,7 +204,9 @@ async def end_under_load(
 
 
 def ends(findings: Findings, streams: int) -> None:
-    """Record how servers end under load after SIGTERM: with 60 s to finish, after a second signal, and with no time."""
+    """Record how three servers end under load after SIGTERM, by figures of `end_under_load`: with 60 s to finish, after
+    a second signal, and with no time.
+    """
 
     def ended(patience: float, max_tokens: int, signals: int) -> dict[str, Any]:
         running = start_server(ENGINE, max_num_queued_reqs=4096, shutdown_timeout=patience)
@@ -285,7 +287,9 @@ async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float)
 
 
 def overload(findings: Findings, seconds: float) -> None:
-    """Record how a server responds to ten times the requests that it can answer, sent for `seconds`."""
+    """Record how a server responds to ten times the requests that it can answer, sent for `seconds`: figures of
+    `overload_run`, and its exit status.
+    """
     with serving(ENGINE, wait=120.0) as running:
         traffic = greedy_traffic(running.base_url)
         done = asyncio.run(overload_run(running, traffic, seconds))
@@ -336,8 +340,8 @@ async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[
 
 
 def grammars(findings: Findings, num_tokens: int) -> None:
-    """Record how the gaps of a stream change while another client requests grammars that take a second each to
-    compile.
+    """Record by how many percent the mean and median gaps of a stream change while another client requests grammars
+    that take a second each to compile, over three rounds of streams alone and next to these.
     """
     with serving(ENGINE, wait=120.0) as running:
         traffic = greedy_traffic(running.base_url)

@@ -117,7 +117,9 @@ def per_trip(target: str, build: str, **arguments) -> tuple[float, dict]:
 
 
 def our_cost(shape: Shape, target: str) -> Cost:
-    """Return the cost of our kernel, which stops at the causal edge. Raises Unprofiled."""
+    """Return the cost of our kernel, which stops at the causal edge, from those of a block with a mask, for prefills
+    one that all rows see, and of opening and closing a tile. Raises Unprofiled.
+    """
     # Block sizes depend on the number of tokens and, for short tables, of pages. Equal sizes share one profile.
     arguments = {"heads": shape.heads, "head_dim": shape.head_dim, "in_keys": shape.in_keys, "decode": shape.decode}
     arguments |= {"max_pages": 32, "num_tokens": 64 if shape.decode else max(shape.q_len, 1024)}

@@ -275,7 +275,9 @@ class Updates:
         self.streams = Streams(self._llm, args.streams, args.tokens, state)
 
     def once(self) -> WeightUpdate | None:
-        """Run `args.steps` steps and make the next update; return its times, None for an update of the adapter."""
+        """Run `args.steps` steps and make the next update, with the members of KINDS and KV that are next in turn;
+        return its times, None for an update of the adapter.
+        """
         for _ in range(self._args.steps):
             self.streams.step()
         kind, kv, state = KINDS[self.number % 4], KV[self.number % 3], state_after(self.number)
