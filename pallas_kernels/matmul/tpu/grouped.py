@@ -350,19 +350,19 @@ def _call(
 
 
 def _body(
-    group,  # SMEM: of visits
+    group,
     tile,
     starts,
     ends,
     products,
-    x,  # VMEM, as in tpu.quantized; matrices with a first axis of one
+    x,
     x_scales,
     after,
     sums,
-    halves,  # a Matrix, or those of gates and ups
+    halves,
     out,
     total,
-    moved,  # a block of rows of bytes, None of others
+    moved,
     *,
     shape: Shape,
     by_sums: bool,

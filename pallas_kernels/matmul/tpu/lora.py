@@ -130,20 +130,13 @@ def _times_a(
     )(visits.row_tile, visits.slot_tile, visits.slots, visits.slot_index[:, None], x, *[a] * each)
 
 
-def _times_a_body(
-    row_tile,  # SMEM: per visit
-    slot_tile,
-    slots,
-    slot_index,  # VMEM: i32 [rows, 1]
-    x,  # [rows, in]
-    *a_and_out,  # [rank, in] of each slot; [rows, columns]
-    rank: int,
-):
+def _times_a_body(row_tile, slot_tile, slots, slot_index, x, *a_and_out, rank: int):
     """Body of the first kernel: multiply a visit's rows by A of its slots, of one module, and write the result with
     zeros in the columns of slots other than a row's own.
 
-    row_tile, slot_tile, slots: fields of LoraVisits, in SMEM. slot_index: i32 [rows, 1] of the rows. x: [rows, in].
-    a_and_out: A [rank, in] of each slot of the tile, then the result [rows, columns]. rank: a power of two.
+    row_tile, slot_tile, slots: fields of LoraVisits, in SMEM; others are in VMEM. slot_index: i32 [rows, 1] of the
+    rows. x: [rows, in]. a_and_out: A [rank, in] of each slot of the tile, then the result [rows, columns]. rank: a
+    power of two.
     """
     *parts, out = a_and_out
     inner = lora_xla.dot(x[...], _stacked(parts), 1)
