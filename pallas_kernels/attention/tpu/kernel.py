@@ -222,8 +222,10 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
     member: bool [block_q, 1], the tokens of the segment, to which alone values are added; None if that is all tokens.
     """
     rows = {part: (part.head, slice(part.first_row, part.end_row)) for part in scores}
-    best = {part: jnp.max(score, axis=1, keepdims=True) for part, score in scores.items()}
-    largest = {part: jnp.maximum(refs.largest[rows[part]], best[part]) for part in scores}
+    largest = {
+        part: jnp.maximum(refs.largest[rows[part]], jnp.max(score, axis=1, keepdims=True))
+        for part, score in scores.items()
+    }
     weights, sums, decay = {}, {}, {}
     for part, score in scores.items():
         num_keys = score.shape[1]
