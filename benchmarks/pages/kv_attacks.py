@@ -39,7 +39,7 @@ _TIERS = {"kv_offloading_size": 0.0005, "kv_offloading_disk_size": 0.0015}
 
 
 def _options() -> dict[str, Any]:
-    """Return the options of an engine without tiers."""
+    """Return the options of an engine without tiers, of few tokens and _AT_ONCE sequences of a tiny Llama."""
     few: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": _AT_ONCE, "max_num_batched_tokens": 32, "block_size": 4}
     return engine_options(dtype="float32", skip_tokenizer_init=True, **few) | {"model": str(checkpoint("llama"))}
 

@@ -89,10 +89,9 @@ def measure(options: dict[str, Any]) -> Row:
 
 
 def measure_here(options: dict[str, Any]) -> None:
-    """Start an engine, serve a full load in this process, and print its figures, bytes of all devices and counts, as
-    JSON.
-
-    options: of the engine.
+    """Start an engine in this process, serve twice as many prompts as it runs at once, and print as JSON the bytes of
+    all devices that are planned and that the process holds, when the engine is ready and at most under load, and the
+    numbers of programs. options: of the engine.
     """
     from jaxengine import LLM, SamplingParams
 

@@ -207,8 +207,8 @@ def evaluate(
     roofline: Roofline,
     compile_s: tuple[float, float],
 ) -> dict[str, Any]:
-    """Return the row of a grid: padding in percent of the tokens of decode and mixed steps, percent of time lost at
-    each load, and minutes to compile the grid.
+    """Return the row of a grid: padding in percent of the tokens of decode and mixed steps, percent of time lost to
+    padding at each load, according to `roofline`, its number of programs and the minutes to compile them.
 
     decode, mixed: sizes of the grid. loads: steps of each load, as `simulate` returns them. compile_s: as
     `compile_seconds` returns it.

@@ -126,7 +126,7 @@ class Cycles:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Run the cycles; add a row after each tenth. args.resume: after those of the file."""
+    """Start an engine and run args.cycles cycles on it (`_rows`), with args.resume those that the file lacks."""
     if args.resume:
         recorder.resume()
     llm = AsyncLLM(**ENGINE, max_num_seqs=8)

@@ -173,8 +173,8 @@ class Streams:
         self._drawn, self._taken = np.random.default_rng(0), Counter[State]()
 
     def step(self) -> None:
-        """Add requests up to the number that runs at once, run an engine step, and check the requests that ended in
-        it.
+        """Add requests up to the number that runs at once, every eighth with the adapter, run an engine step, and check
+        the requests that ended in it.
         """
         core = self._llm.core
         while len(core.engine.scheduler.requests) < self._count:

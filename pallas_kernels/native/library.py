@@ -45,7 +45,7 @@ class UnfitError(RuntimeError):
 
 
 def target_name(handler: str) -> str:
-    """Return the name under which a handler is registered with XLA."""
+    """Return "jaxengine_HANDLER", the name under which a handler is registered with XLA."""
     return f"jaxengine_{handler}"
 
 

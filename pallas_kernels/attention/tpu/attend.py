@@ -73,7 +73,7 @@ def ragged_paged_attention(
     and biases may be None. schedule: result of this module's `attention_schedule`; if it is XLA's, XLA computes the
     attention and a warning says so once. Otherwise the leading decodes and the longer runs are one kernel call each.
     interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
-    for dtypes, page sizes and pool layouts that the TPU kernel does not support.
+    for dtypes and page sizes that the TPU kernel does not support, and for token scales.
     """
     check_token_scales(kv.platform, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):

@@ -137,7 +137,8 @@ def ragged_paged_attention(
     and biases may be None. schedule: result of this module's `attention_schedule`. XLA computes what the kernels do not
     support (`why_not`), a one-byte pool of more than 2**31 and at most 2**32 codes, and any batch whose schedule is
     XLA's because of `kv_limits`; a warning gives each reason once. interpret: run the kernels on the CPU. Raises
-    ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
+    ValueError if `spec` does not count the heads that the pool's shard holds, and for token scales that its platform
+    does not read.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)
