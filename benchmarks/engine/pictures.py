@@ -353,7 +353,8 @@ async def again(client: Client) -> tuple[dict[str, Any], bool]:
 
 async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> tuple[dict[str, Any], bool]:
     """Run the part `gaps`; return (row, whether no request failed). The row has, by round, the longest gap in a stream
-    in milliseconds beside a request without an image ("longest_ms_alone"), with one of half the side, and of the whole.
+    in milliseconds next to a request without an image ("longest_ms_alone"), with one of half the side, and of the
+    whole.
 
     side: pixels of the largest image's side. num_tokens: of each stream.
     """

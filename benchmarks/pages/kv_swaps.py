@@ -83,9 +83,9 @@ def prompts_of(block: int, count: int) -> list[list[int]]:
 
 
 def seen_of(block: int, count: int, write: str) -> list[dict[str, Any]]:
-    """Return `count` prompts of a block, each with one of 48 pictures, the text of `prompts_of` for the block after it.
+    """Return `count` prompts of a block, each with one of 48 images, the text of `prompts_of` for the block after it.
 
-    write: text of a picture's place in a prompt.
+    write: text of an image's placeholder in a prompt.
     """
     prompts = []
     for ids in prompts_of(block, count):

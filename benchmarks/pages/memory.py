@@ -141,8 +141,8 @@ def text_prompt(number: int, length: int) -> dict[str, Any]:
 
 
 def picture_prompt(number: int, length: int) -> dict[str, Any]:
-    """Return a prompt with a picture, as large as the processor lets it be, and a text of `length` tokens, for a model
-    of memory_cases that sees. number: by which prompts and pictures differ.
+    """Return a prompt with an image, as large as the processor lets it be, and a text of `length` tokens, for a model
+    of memory_cases that sees. number: by which prompts and images differ.
     """
     from PIL import Image
 

@@ -54,7 +54,8 @@ class Roofline:
     weight_bytes: float = 16.1e9
 
     def step_s(self, num_tokens: np.ndarray, num_seqs: np.ndarray) -> np.ndarray:
-        """Return the seconds f64[n] of steps with these numbers of tokens and sequences, both [n].
+        """Return the seconds f64[n] of steps with these numbers of tokens and sequences, both [n]: the longer of
+        reading the weights and multiplying the tokens by them, and the bytes of the sequences' logits.
 
         Attention is left out, because padding does not slow it.
         """
