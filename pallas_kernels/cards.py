@@ -112,7 +112,7 @@ class Card(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether the card has Mosaic GPU kernels for products with matrices."""
+        """Whether the card has Mosaic GPU kernels for products with matrices: one of Hopper or Blackwell."""
         return self.hopper or self.blackwell
 
 

@@ -176,10 +176,10 @@ async def end_under_load(
     """Send SIGTERM under `streams` streams of `max_tokens` tokens, and wait for the server's end; return what followed,
     by name.
 
-    signals: 2 for another SIGTERM, after 0.3 s and one new request. "seconds", "streams_ended": from the first signal
-    until the server, and the last stream, had ended. "status": of the server's process. "late": error of the new
-    request. "whole", "aborted": numbers of streams that reached their limit, and that ended with "abort". "files":
-    number of those left behind.
+    0.3 s after the signal, one new request is sent. signals: 2 for another SIGTERM after it. "seconds",
+    "streams_ended": from the first signal until the server, and the last stream, had ended. "status": of the server's
+    process. "late": error of the new request. "whole", "aborted": numbers of streams that reached their limit, and that
+    ended with "abort". "files": number of those left behind.
     """
     tasks = await open_streams(traffic, streams, max_tokens)
     start = time.perf_counter()

@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
     @property
     def v_head_dim(self) -> int:
-        """Elements of a value."""
+        """Elements of a value: in_keys of a latent, otherwise head_dim."""
         return self.in_keys or self.head_dim
 
     @property
