@@ -7,12 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands
+from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands, product_by
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
-from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.tpu.quantized import quantized_matmul, tiles
 from jaxengine.pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
 from jaxengine.pallas_kernels.tuning import TpuProducts
@@ -65,16 +63,8 @@ def _candidate(
 
     return Candidate(
         {name: value for name, value in chosen.items() if value != getattr(TpuProducts(), name)},
-        partial(_product, sizes=alone),
+        partial(product_by, quantized_matmul, sizes=alone),
         operands(part),
         cost,
-        partial(_product, sizes=sizes),
+        partial(product_by, quantized_matmul, sizes=sizes),
     )
-
-
-def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
-    """Return the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros), computed by the TPU
-    kernel with these sizes. x is not rounded to codes.
-    """
-    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
-    return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)
