@@ -249,8 +249,8 @@ def train(
     known, own_head = len(data["targets"]) * 9 // 10, jnp.asarray(lm_head)
 
     def losses(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return (cross-entropy of both passes, the second weighted by half; f32[2] share of right most likely tokens
-        in each).
+        """Return (mean cross-entropy of the first pass plus half of the second's; f32[2] share of right most likely
+        tokens in each), over targets that are not negative.
         """
         targets, found, right = batch["targets"], [], []
         for logits in head.logits(params, own_head, batch):

@@ -73,7 +73,7 @@ _VISION = {"embed_dim": 512, "hidden_size": 1024, "num_heads": 8, "mlp_ratio": 4
 
 
 def devices_of(options: dict[str, Any]) -> int:
-    """Return the number of devices that an engine with these options uses."""
+    """Return the number of devices of an engine with these options: tensor_parallel_size * pipeline_parallel_size."""
     return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
 
 

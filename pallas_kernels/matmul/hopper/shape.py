@@ -216,7 +216,9 @@ class Shape:
 
     @property
     def stored_rows(self) -> int:
-        """Number of result rows in a warpgroup's shared memory at a time."""
+        """Number of result rows in a warpgroup's shared memory at a time: all of a tile for gated products, else at
+        most STORED_ROWS, or half of that with tensor memory.
+        """
         if self.gating is not None:  # stored in pieces, but each has rows of its own
             return self.tile_rows
         return min(self.tile_rows, STORED_ROWS // 2 if self.tensor_memory else STORED_ROWS)
