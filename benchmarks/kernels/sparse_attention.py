@@ -11,6 +11,7 @@ taken from the traced kernel, the number of copies is that of the worst case, wh
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -192,7 +193,8 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
         sizes = tuning_of(platform)
         lowered = jax.jit(lambda *given: function(*given)).trace(*there).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile({"xla_dump_to": folder})
-        kernels = [each for each in Path(folder).glob("*.ptx") if ".entry" in (text := each.read_text()) and _own(text)]
+        entry = re.compile(r"\.entry (selected_rows|index_scores)")
+        kernels = [each for each in Path(folder).glob("*.ptx") if entry.search(each.read_text())]
         assert bool(kernels) != plain, kernels
         figures = {}
         if kernels:
@@ -215,11 +217,6 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
         "MiB": round(analysis.temp_size_in_bytes / 2**20, 1),
         **figures,
     }
-
-
-def _own(ptx: str) -> bool:
-    """Return whether the text of a PTX file has the kernel selected_rows or index_scores."""
-    return any(f".entry {name}" in ptx for name in ("selected_rows", "index_scores"))
 
 
 OPTIONS = shared(targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "v6e", "v5p", "tpu7x"), only="")
