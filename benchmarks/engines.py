@@ -63,7 +63,7 @@ def serving(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> 
 
 def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, **headers: str) -> tuple[int, str]:
     """Send a request on a new connection; return (HTTP status, text of the answer), or (0, reason) if the connection
-    fails.
+    fails or the answer is cut or no HTTP.
 
     It is a POST if there is a body and a GET otherwise. timeout: seconds. headers: further headers.
     """
@@ -73,7 +73,7 @@ def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, *
         connection.request("GET" if body is None else "POST", path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         return 0, str(error)
     finally:
         connection.close()

@@ -131,17 +131,20 @@ class Recorder:
 
     def write(self) -> None:
         """Replace the file atomically by one with the current rows and notes; do nothing without a path."""
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(self.path.name + ".part")
-        whole = {**self._about, "machine": self.machine, **self.notes, "rows": self.rows}
-        part.write_text(json.dumps(whole, indent=1) + "\n")
-        os.replace(part, self.path)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write(self.path, {**self._about, "machine": self.machine, **self.notes, "rows": self.rows})
 
     def _read(self) -> dict[str, Any]:
         """Return the content of the file; {} without one."""
         return json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
+
+
+def write(path: Path, whole: dict[str, Any]) -> None:
+    """Replace a file atomically with `whole` as JSON."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    os.replace(part, path)
 
 
 def _line(row: Row) -> str:

@@ -87,8 +87,8 @@ def plain_operations(capability: str) -> str:
 
 
 def why_no_kernels(capability: str) -> str:
-    """Return the reason why a card of this compute capability has no attention kernels, as a phrase. Call it only for a
-    card that has none.
+    """Return the reason why a card of this compute capability has no attention kernels, as a phrase: `no_triton` if it
+    would have Triton kernels with another jax, else its capability. Call it only for a card that has none.
     """
     if capability in _TRITON_CAPABILITIES and not lowers_triton():
         return no_triton()
@@ -112,7 +112,7 @@ class Card(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether the card has Mosaic GPU kernels for products with matrices."""
+        """Whether the card has Mosaic GPU kernels for products with matrices: one of Hopper or Blackwell."""
         return self.hopper or self.blackwell
 
 

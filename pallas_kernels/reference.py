@@ -12,12 +12,12 @@ import numpy as np
 
 
 def ragged_paged_attention(
-    q: np.ndarray,  # [T, N, H]
-    k_pages: np.ndarray,  # [P, page_size, K, H]
-    v_pages: np.ndarray,  # [P, page_size, K, Hv]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    kv_lens: np.ndarray,  # [S]
-    page_table: np.ndarray,  # [S, W]
+    q: np.ndarray,
+    k_pages: np.ndarray,
+    v_pages: np.ndarray,
+    cu_q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    page_table: np.ndarray,
     num_seqs: int,
     *,
     sm_scale: float,
@@ -26,11 +26,11 @@ def ragged_paged_attention(
     chunk: int | None = None,
     lookback: int = 0,
     soft_cap: float | None = None,
-    sinks: np.ndarray | None = None,  # [N]
-    slopes: np.ndarray | None = None,  # [N]
-    biases: np.ndarray | None = None,  # [T, N, E]
-    tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
-    kv_limits: np.ndarray | None = None,  # [T]
+    sinks: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
+    biases: np.ndarray | None = None,
+    tree_mask: np.ndarray | None = None,
+    kv_limits: np.ndarray | None = None,
     mutual: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute softmax attention of q [T, N, H] over k_pages [P, page_size, K, H] and v_pages [..., Hv]: return (output
@@ -115,23 +115,24 @@ def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tupl
 
 
 def select_keys(
-    q: np.ndarray,  # [T, I, J]
-    weights: np.ndarray,  # [T, I]
-    key_pages: np.ndarray,  # [P, page_size, J]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    kv_lens: np.ndarray,  # [S]
-    page_table: np.ndarray,  # [S, W]
+    q: np.ndarray,
+    weights: np.ndarray,
+    key_pages: np.ndarray,
+    cu_q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    page_table: np.ndarray,
     num_seqs: int,
     count: int,
-    pooling: np.ndarray | None = None,  # [m, J]
+    pooling: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return i64 [T, count], the positions that attention.selected.select_keys selects, by scores in float64: all
     causal positions, ascending, if they are at most `count`, else those of the largest scores, the best first. Unused
     entries are -1.
 
     A key's score is the sum over heads i of weights [T, I] times relu(q[i] . key), with q [T, I, J] and key_pages [P,
-    page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots. With `pooling` the
-    result is numbers of groups of m tokens, and the keys in key_pages [P, page_size, 2 * J] are followed by gates.
+    page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots. With `pooling`
+    [m, J] the result is numbers of groups of m tokens, and the keys in key_pages [P, page_size, 2 * J] are followed by
+    gates.
     """
     found, page_size = np.full((len(q), count), -1), key_pages.shape[1]
     for seq in range(num_seqs):
@@ -151,16 +152,16 @@ def select_keys(
 
 
 def selected_attention(
-    q: np.ndarray,  # [T, N, H]
-    k_pages: np.ndarray,  # [P, page_size, H]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    page_table: np.ndarray,  # [S, W]
+    q: np.ndarray,
+    k_pages: np.ndarray,
+    cu_q_lens: np.ndarray,
+    page_table: np.ndarray,
     num_seqs: int,
-    positions: np.ndarray,  # [T, k]
+    positions: np.ndarray,
     *,
     v_head_dim: int,
     sm_scale: float,
-    sinks: np.ndarray | None = None,  # [N]
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Compute softmax attention of q [T, N, H] over the keys at `positions` [T, k] alone, of k_pages [P, page_size, H],
     whose first v_head_dim elements are their values: return float64 [T, N, v_head_dim]. sm_scale: factor of the logits.
@@ -181,11 +182,11 @@ def selected_attention(
 
 
 def select_blocks(
-    q: np.ndarray,  # [T, K, J]
-    key_pages: np.ndarray,  # [P, page_size, J]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    kv_lens: np.ndarray,  # [S]
-    page_table: np.ndarray,  # [S, W]
+    q: np.ndarray,
+    key_pages: np.ndarray,
+    cu_q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    page_table: np.ndarray,
     num_seqs: int,
     *,
     size: int,
@@ -196,7 +197,8 @@ def select_blocks(
     that a token sees, ascending, if they are at most `count`, else the last `local` and those of the largest scores,
     the best first. Unused entries are -1.
 
-    key_pages: keys of the indexer. The other arguments are those of attention.selected.select_blocks and RaggedBatch.
+    q: [T, K, J]. key_pages: keys of the indexer [P, page_size, J]. The other arguments are those of
+    attention.selected.select_blocks and RaggedBatch.
     """
     found, page_size = np.full((*q.shape[:2], count), -1), key_pages.shape[1]
     for seq in range(num_seqs):
@@ -214,20 +216,20 @@ def select_blocks(
 
 
 def block_attention(
-    q: np.ndarray,  # [T, N, H]
-    joined_pages: np.ndarray,  # [P, page_size, K, H + Hv]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    kv_lens: np.ndarray,  # [S]
-    page_table: np.ndarray,  # [S, W]
+    q: np.ndarray,
+    joined_pages: np.ndarray,
+    cu_q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    page_table: np.ndarray,
     num_seqs: int,
-    blocks: np.ndarray,  # [T, K, k]
+    blocks: np.ndarray,
     *,
     size: int,
     sm_scale: float,
 ) -> np.ndarray:
     """Compute softmax attention of q [T, N, H] over the keys of `blocks` [T, K, k] of `size` tokens that each token
-    sees: return float64 [T, N, Hv], 0 for a token of no sequence. joined_pages: keys followed by their values.
-    sm_scale: factor of the logits. The other arguments are those of RaggedBatch.
+    sees: return float64 [T, N, Hv], 0 for a token of no sequence. joined_pages: keys followed by their values,
+    [P, page_size, K, H + Hv]. sm_scale: factor of the logits. The other arguments are those of RaggedBatch.
     """
     num_kv_heads, width, page_size = joined_pages.shape[2], q.shape[2], joined_pages.shape[1]
     out = np.zeros((*q.shape[:2], joined_pages.shape[3] - width))
@@ -264,10 +266,10 @@ def kv_cache_update(
 
 
 def quantized_matmul(
-    x: np.ndarray,  # [M, in]
-    codes: np.ndarray,  # [in, out]
-    scales: np.ndarray,  # [n, out]
-    zeros: np.ndarray | None,  # [n, out]
+    x: np.ndarray,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
 ) -> np.ndarray:
     """Multiply x [M, in] by codes [in, out] * scales [n, out] - zeros [n, out] or None: return float64 [M, out]. Input
     i uses row i * n // in of scales and zeros.
@@ -283,11 +285,11 @@ def quantized_matmul(
 
 
 def lora_product(
-    x: np.ndarray,  # [T, in]
-    a: np.ndarray,  # [modules, slots, rank, in]
-    bs: list[np.ndarray],  # [slots, rank, out] of each source
-    slots: np.ndarray,  # [T]
-    modules: tuple[int, ...],  # of each source
+    x: np.ndarray,
+    a: np.ndarray,
+    bs: list[np.ndarray],
+    slots: np.ndarray,
+    modules: tuple[int, ...],
 ) -> np.ndarray:
     """Return what the adapter in each row's slot adds to the product: float64 [T, out], the outputs of all sources one
     after the other; zeros for slot -1.
@@ -304,12 +306,12 @@ def lora_product(
 
 
 def causal_conv(
-    x: np.ndarray,  # [T, C]
-    weight: np.ndarray,  # [C, k]
-    windows: np.ndarray,  # [R, k - 1, C]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    reads: np.ndarray,  # [S], -1: zeros
-    writes: np.ndarray,  # [S], R or more: nowhere
+    x: np.ndarray,
+    weight: np.ndarray,
+    windows: np.ndarray,
+    cu_q_lens: np.ndarray,
+    reads: np.ndarray,
+    writes: np.ndarray,
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute a causal convolution of x [T, C] with weight [C, k] along each sequence: return (y [T, C], all windows
@@ -333,15 +335,15 @@ def causal_conv(
 
 
 def gated_delta_rule(
-    q: np.ndarray,  # [T, K, H]
-    k: np.ndarray,  # [T, K, H]
-    v: np.ndarray,  # [T, N, Hv]
-    decay: np.ndarray,  # [T, N] or [T, N, H]
-    beta: np.ndarray,  # [T, N]
-    state: np.ndarray,  # [R, N, H, Hv]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    reads: np.ndarray,  # [S], -1: zeros
-    writes: np.ndarray,  # [S], R or more: nowhere
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    decay: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+    cu_q_lens: np.ndarray,
+    reads: np.ndarray,
+    writes: np.ndarray,
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute the gated delta rule along each sequence: return (o [T, N, Hv], all states after the step), both float64.
@@ -364,15 +366,15 @@ def gated_delta_rule(
 
 
 def state_space(
-    x: np.ndarray,  # [T, N, P]
-    b: np.ndarray,  # [T, G, H]
-    c: np.ndarray,  # [T, G, H]
-    decay: np.ndarray,  # [T, N]
-    dt: np.ndarray,  # [T, N]
-    state: np.ndarray,  # [R, N, P, H]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    reads: np.ndarray,  # [S], -1: zeros
-    writes: np.ndarray,  # [S], R or more: nowhere
+    x: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    decay: np.ndarray,
+    dt: np.ndarray,
+    state: np.ndarray,
+    cu_q_lens: np.ndarray,
+    reads: np.ndarray,
+    writes: np.ndarray,
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute Mamba-2's recurrence along each sequence: return (y [T, N, P], all states after the step), both float64.
@@ -394,15 +396,15 @@ def state_space(
 
 
 def selective_scan(
-    x: np.ndarray,  # [T, C]
-    b: np.ndarray,  # [T, H]
-    c: np.ndarray,  # [T, H]
-    dt: np.ndarray,  # [T, C]
-    a: np.ndarray,  # [C, H]
-    state: np.ndarray,  # [R, C, H]
-    cu_q_lens: np.ndarray,  # [S + 1]
-    reads: np.ndarray,  # [S], -1: zeros
-    writes: np.ndarray,  # [S], R or more: nowhere
+    x: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    dt: np.ndarray,
+    a: np.ndarray,
+    state: np.ndarray,
+    cu_q_lens: np.ndarray,
+    reads: np.ndarray,
+    writes: np.ndarray,
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute Mamba's recurrence along each sequence: return (y [T, C], all states after the step), both float64.

@@ -115,7 +115,7 @@ _ROWS: dict[tuple[str, str], str] = {
     ("whole_prompt_attention", "cpu"): "attention.xla.whole_prompts",
     ("kv_update_schedule", "tpu"): "kv.update_tpu",
     ("kv_update_schedule", "xla"): "kv.update_xla",
-    ("kv_update_schedule", UNPAGED): "kv.update_unpaged",
+    ("kv_update_schedule", UNPAGED): "kv.update_xla",
     ("kv_cache_update", "tpu"): "kv.update_tpu",
     ("kv_cache_update", "xla"): "kv.update_xla",
     ("kv_cache_update", UNPAGED): "kv.update_unpaged",
@@ -394,7 +394,8 @@ def kernel_modules(platform: str) -> tuple[str, ...]:
 
 def platform_of(device: Any) -> str:
     """Return the platform of a jax device: "cpu", "tpu", "gpu" (Hopper), "gpu_blackwell", "gpu_triton" (Ampere, Ada
-    and RTX Blackwell) or "gpu_xla" (any other CUDA card).
+    and RTX Blackwell) or "gpu_xla" (any other CUDA card, one for which the installed jax lowers no Triton, and within
+    `plain_cards` every card).
 
     Raises ValueError for another kind of device.
     """

@@ -224,7 +224,8 @@ class Tuning:
 
 
 def tuning_of(platform: str) -> Tuning:
-    """Return the sizes for the chip that the current trace is for; the platform's defaults if the chip is not known.
+    """Return the sizes for the chip that the current trace is for: the platform's defaults with the chip's numbers of
+    cores or multiprocessors, and on TPUs its matrix units and int8 rate; the defaults alone if the chip is not known.
 
     platform: one of `registry.PLATFORMS`.
     """

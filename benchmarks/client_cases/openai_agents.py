@@ -64,7 +64,7 @@ async def structured():
 
 
 async def second_turn():
-    """Check that an agent that was forced to call a tool answers freely after the call."""
+    """Check, for each of `models`, that an agent that was forced to call a tool gives a final answer after the call."""
     for model in models:
         run = await Runner.run(agent(model, **FORCED), QUESTION)
         assert run.final_output

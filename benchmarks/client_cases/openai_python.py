@@ -55,7 +55,8 @@ async def structured():
 
 
 async def second_turn():
-    """Check that the model answers after the result of a tool call, in chat completions and in /v1/responses.
+    """Check that the model answers with text after the result of a forced tool call, further calls being ruled out, in
+    chat completions and in /v1/responses.
 
     /v1/responses gets the first turn once by `previous_response_id` and once in the input.
     """

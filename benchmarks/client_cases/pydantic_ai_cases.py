@@ -19,7 +19,8 @@ SETTINGS = {"max_tokens": 200}
 
 
 def calling(model, settings, **options):
-    """Return an agent with the tool `weather`, and the list to which each call of the tool appends its `city`.
+    """Return an agent with the tool `weather`, which always answers for Paris, and the list to which each call of the
+    tool appends its `city`.
 
     settings: model settings that are merged over SETTINGS. options: further arguments of Agent.
     """

@@ -15,8 +15,8 @@ COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
 
 
 async def load():
-    """Run `vllm bench serve` over both routes. Raises AssertionError if it fails, or if not every request and token
-    counts.
+    """Run `vllm bench serve` over /v1/completions and /v1/chat/completions with PROMPTS random prompts each, of TOKENS
+    tokens in and out. Raises AssertionError if it fails, or if it does not count all requests and output tokens.
     """
     with tempfile.TemporaryDirectory() as folder:
         for backend, route in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):

@@ -87,10 +87,12 @@ def answer(llm: LLM, names: list[str], params: list[SamplingParams]) -> tuple[li
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Time an engine with drafts and one without on each prompt; add a row with both, and print how many drafts were
-    accepted.
+    """Time an engine with drafts and one without on each prompt of `args.only` alone and, with several sequences, on
+    all at once; add a row for each: whether tokens are equal, steps, tokens a second and ratios. Print how many drafts
+    were accepted by position.
 
-    Each time is the best of `args.rounds`. Raises OptionError if --method and --draft do not fit together.
+    Each time is the best of `args.rounds`, after one to warm up. args.always: drafts are always of the largest width.
+    Raises OptionError if --method and --draft do not fit together.
     """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     if args.method and (args.method == "grammar") == bool(args.draft):

@@ -42,8 +42,8 @@ def tokenized() -> dict[str, list[int]]:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Time each prompt with and without drafts in both engines; add a row for each prompt: output tokens per second in
-    the fastest of args.rounds rounds, after one to warm up, and their ratios.
+    """Time each prompt with and without drafts in this engine and in vLLM's CPU build; add a row for each prompt:
+    output tokens per second in the fastest of args.rounds rounds, after one to warm up, and their ratios.
 
     Installs the peer into `args.venv_dir`, writes each process's log there, and sets the versions in the recorder's
     notes.

@@ -32,8 +32,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def write_first(folder: Path, layers: int, tokens: int | None = None) -> None:
-    """Write the default model's first `layers` layers, and the embeddings of its first `tokens` tokens, as a Hugging
-    Face folder.
+    """Write the default model's first `layers` layers, its final norm, and the embeddings (and LM head, if it has one
+    of its own) of its first `tokens` tokens, as a Hugging Face folder.
 
     folder: created if it is missing. tokens: None for the whole vocabulary.
     """
@@ -55,7 +55,8 @@ def write_first(folder: Path, layers: int, tokens: int | None = None) -> None:
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, Any], model: ModelConfig, num_layers: int, **more: Any) -> None:
-    """Write model.safetensors and config.json of a Llama with `num_layers` layers of the sizes of `model`.
+    """Write model.safetensors and config.json of a Llama with `num_layers` layers of the sizes of `model`, whose RoPE
+    must not be scaled (AssertionError).
 
     folder: created if it is missing. tensors: arrays by name on the hub. more: entries of config.json that are added or
     replaced.

@@ -240,7 +240,8 @@ def train(
     """Train the head with AdamW on `rows` texts a step; return the trained parameters.
 
     The learning rate rises linearly and falls to 0. lm_head: f32[DRAFTED, D]. data: from `prepare`; its last tenth is
-    held out. Every 25 steps, and after the last, a row with the loss and the accuracy on the held-out texts goes to
+    held out. The loss is the cross-entropy of the head's two passes (`Head.logits`), the second weighted by half. Every
+    25 steps, and after the last, a row with the loss and both passes' accuracy on the held-out texts goes to
     `recorder`.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-4, max(steps // 10, 1), steps)
@@ -248,8 +249,8 @@ def train(
     known, own_head = len(data["targets"]) * 9 // 10, jnp.asarray(lm_head)
 
     def losses(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return (cross-entropy of both passes, the second weighted by half; f32[2] share of right most likely tokens
-        in each).
+        """Return (mean cross-entropy of the first pass plus half of the second's; f32[2] share of right most likely
+        tokens in each), over targets that are not negative.
         """
         targets, found, right = batch["targets"], [], []
         for logits in head.logits(params, own_head, batch):

@@ -124,9 +124,11 @@ def folder_of(python: Path) -> Path:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Embed each set of texts alternately with both programs and add a row that compares their fastest rounds.
+    """Embed each set of TEXTS alternately with this engine and sentence-transformers, and add a row that compares their
+    fastest of `args.rounds` rounds, after one to warm up: tokens a second, peak MiB and the embeddings' difference.
 
-    Prints to stderr how many programs were compiled after start-up.
+    sentence-transformers is installed into args.venv_dir unless args.python names an interpreter that has it. Prints to
+    stderr how many programs were compiled after start-up.
     """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     python = Path(args.python) if args.python else install(PEER, args.venv_dir)

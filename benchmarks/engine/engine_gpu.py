@@ -105,8 +105,8 @@ def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -
 
 
 def measure(llm: Any, num_seqs: int, input_len: int, output_len: int, num_steps: int) -> dict[str, Any]:
-    """Run `num_seqs` random prompts to their end, then time decode steps; return a row of rates, times and the idle
-    share.
+    """Run `num_seqs` random prompts to their end, then time decode steps; return a row: output "tokens_per_s", the
+    longest "first_token_ms", the milliseconds of the parts of a step, and what `idle` returns.
 
     input_len, output_len: tokens of each prompt and output. num_steps: decode steps to time.
     """

@@ -104,7 +104,9 @@ async def measure(server: ServerProcess, count: int) -> tuple[dict[str, Any], bo
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Serve the tiny model with each kind of cache and add a row for each, with what it left in /dev/shm."""
+    """Serve the tiny model with each kind of cache in SERVERS, and add a row for each, with what it left in /dev/shm.
+    "kept" is whether all limits of `measure` were kept and nothing was left.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model = whole_checkpoint("qwen2_5_vl_vision", Path(folder) / "model")
         keys = Path(folder) / "keys"

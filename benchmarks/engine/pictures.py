@@ -180,7 +180,9 @@ class Client:
 
 
 async def sizes(client: Client) -> tuple[dict[str, Any], bool]:
-    """Run the part `sizes`; return (row, whether no prompt failed and nothing was compiled)."""
+    """Run the part `sizes`: send NUM_PROMPTS prompts, eight at once, with 0 to 3 images of random sizes and formats
+    and, every tenth, a video. Return (row of counts, whether no prompt failed and nothing was compiled).
+    """
     rng, bodies = random.Random(1), []
     for number in range(NUM_PROMPTS):
         forms = ("JPEG", "PNG", "WEBP")
@@ -268,7 +270,9 @@ def is_clear(status: int, said: str) -> bool:
 
 
 async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float) -> tuple[dict[str, Any], bool]:
-    """Run the part `hostile`; return (row, whether every hostile request was refused clearly and no stream failed).
+    """Run the part `hostile`: time the gaps of NUM_STREAMS streams "alone", next to hostile images ("attacked") and
+    next to as frequent requests without an image that are refused ("refused"). Return (row, whether every such request
+    was refused clearly and no stream failed).
 
     num_tokens: of each stream. num_rounds: rounds of all three modes. pace: seconds from an answer to the next hostile
     request.
@@ -319,8 +323,10 @@ async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float)
 
 
 async def again(client: Client) -> tuple[dict[str, Any], bool]:
-    """Run the part `again`; return (row, whether second requests found their images and prompts in caches and nothing
-    was compiled).
+    """Run the part `again`: ask about NUM_AGAIN images twice, one after the other, then measure tokens a second of
+    prompts of text, of new images and of images seen before. Return (row, whether the second requests encoded no image
+    and found over 0.8 of their tokens in the prefix cache, and nothing was compiled). Raises AssertionError for a
+    request that fails.
     """
     rng = random.Random(2)
     bodies = [question([picture(rng, 640, 480)], 16) for _ in range(NUM_AGAIN)]
@@ -347,7 +353,8 @@ async def again(client: Client) -> tuple[dict[str, Any], bool]:
 
 async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> tuple[dict[str, Any], bool]:
     """Run the part `gaps`; return (row, whether no request failed). The row has, by round, the longest gap in a stream
-    in milliseconds beside a request without an image ("longest_ms_alone"), with one of half the side, and of the whole.
+    in milliseconds next to a request without an image ("longest_ms_alone"), with one of half the side, and of the
+    whole.
 
     side: pixels of the largest image's side. num_tokens: of each stream.
     """

@@ -153,8 +153,9 @@ def _quantiles(first: np.ndarray, intervals: np.ndarray) -> Row:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Compare the engine with its simulation on each trace, then start engines with two sets of shapes; add the
-    rows.
+    """Compare the engine with its simulation on each trace, with all requests at once and as they arrive, then start
+    engines with the platform's shapes and with those chosen for the trace "chat"; add the rows. args.counts: stop after
+    the requests at once.
     """
     from jaxengine import LLM
 
@@ -225,7 +226,8 @@ def at_once(llm: Any, kind: str, case: Case) -> Row:
 def as_they_come(
     llm: Any, options: dict[str, Any], cases: dict[str, Case], load: float, repeats: int, recorder: Recorder
 ) -> MeasuredCosts:
-    """Add a row for each trace with random arrivals, measured and simulated, and return the costs of all rounds.
+    """Add a row for each trace with random arrivals, measured and simulated, and return the costs of all rounds, which
+    are also printed and become a note of `recorder`.
 
     load: arrival rate as a share of the requests per second that the simulated engine manages. repeats: runs of each
     trace. Each run is simulated with costs that were measured right before and right after it; the row has the medians
@@ -274,8 +276,8 @@ def at_random(runner: Any, kind: str, case: Case, load: float, costs: MeasuredCo
 def started(name: str, options: dict[str, Any], case: Case) -> Row:
     """Start an engine without a compile cache and run a trace with all arrivals at once; return a row.
 
-    The row has the number of programs, seconds until the engine is ready, and padding in percent of the computed
-    tokens.
+    The row has the number of programs, seconds until the engine is ready, padding in percent of the computed tokens,
+    and the seconds of the run. options: of the engine, with a "compilation_config".
     """
     from jaxengine import LLM
 

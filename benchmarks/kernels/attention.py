@@ -223,8 +223,8 @@ def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 def kv_write(num_tokens: int, least: int, bytes_per_s: float | None) -> dict[str, Any]:
     """Time the write of the keys and values of `num_tokens` tokens, 8 heads of 128 in bfloat16, into a donated pool.
 
-    least: bytes of the pool, about half. bytes_per_s: of a copy, None if it was not measured. Returns "us", "GB_per_s"
-    and, if bytes_per_s is known, "percent_of_copy".
+    least: the pool takes about half as many bytes, or room for 2 * num_tokens if that is more. bytes_per_s: of a copy,
+    None if it was not measured. Returns "us", "GB_per_s" and, if bytes_per_s is known, "percent_of_copy".
     """
     case = AttentionCase(1, 1, max(2 * num_tokens, least // 8192))
     kv = _random_pool(case, 1)
@@ -258,7 +258,8 @@ def _chain_of(case: AttentionCase, least: int, most: int) -> tuple[int, int]:
     """Return (number of layers, number of distinct parts of the pool) of a chain of layers that reads at least `least`
     bytes.
 
-    There are at most `most` parts, which may be fewer bytes. Layers beyond the parts read the first ones again.
+    There are at most `most` parts, which may be fewer bytes, and at least 4 layers, 2 if `least` is 0. Layers beyond
+    the parts read the first ones again.
     """
     num_pools = min(most, max(1, -(-least // case.kv_bytes)))
     return max(num_pools, 4 if least else 2), num_pools

@@ -124,7 +124,9 @@ def all_cases(tiny: bool = False) -> list[AttentionCase]:
 
 
 def _variants() -> list[dict]:
-    """Return the changes of a case's fields with which informative cases are measured as well."""
+    """Return the changes of a case's fields with which informative cases are measured as well, one field each: dtype of
+    the cache, query heads, or page size.
+    """
     return [{"kv_dtype": "float8_e4m3fn"}, {"num_q_heads": 64}, {"page_size": 16}, {"page_size": 128}]
 
 

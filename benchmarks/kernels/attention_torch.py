@@ -38,7 +38,7 @@ def measure(recorder: Recorder, cases: Sequence[AttentionCase], labels: Sequence
 
 
 def why_missing(label: str) -> str | None:
-    """Return why an implementation cannot run here at all, None if it can."""
+    """Return why an implementation cannot run here at all: a failed import, or no CUDA device; None if it can."""
     try:
         torch = importlib.import_module("torch")
         if label == "flashinfer":

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.harness import RESULTS, Option, shared
 from benchmarks.kernels import conformance
 from benchmarks.processes import ROOT, command, watch
-from benchmarks.recorder import BEGUN, Recorder
+from benchmarks.recorder import BEGUN, Recorder, write
 from jaxengine.results import table
 
 
@@ -291,10 +291,3 @@ def merge(folder: Path, check: str, section: str, status: str, **about: Any) -> 
         whole["machine"] = {**whole.get("machine", {}), **json.loads(part.read_text())["machine"]}
     whole[section] = {"status": status, **about, "rows": rows(part)}
     write(path, whole)
-
-
-def write(path: Path, whole: dict[str, Any]) -> None:
-    """Replace a file atomically with `whole` as JSON."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(whole, indent=1) + "\n")
-    os.replace(part, path)

@@ -31,8 +31,8 @@ OPTIONS = {"tokens": Option((8, 128, 1024, 8192), "of a step")}
 
 
 def measure(model: str, num_tokens: int) -> dict[str, Any]:
-    """Return the row of one layer of a model's experts, all on one device: for each kernel the multiplied rows, and
-    their ratio to the tokens' rows.
+    """Return the row of one layer of a model's experts, all on one device: how many experts get rows, and for each
+    kernel the rows that the gated product multiplies, and their ratio to the tokens' rows.
 
     num_tokens: tokens of the step, each of which goes to the model's number of experts.
     """

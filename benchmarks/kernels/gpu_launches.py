@@ -59,7 +59,9 @@ def batch_of(lengths: list[tuple[int, int]], num_tokens: int, num_seqs: int) -> 
 
 
 def runs_of(schedule: Any) -> Iterator[int]:
-    """Yield how often each loop of a schedule with concrete arrays runs, in the order of the program's loops."""
+    """Yield how often each loop over blocks runs by a schedule with concrete arrays, in the program's order: that of
+    single tokens, then that of runs, if it has them. A tile in use runs at least once.
+    """
     for tiles in (schedule.single, schedule.runs):
         if tiles is not None:
             blocks = np.asarray(tiles.last_block - tiles.first_block + 1)[: int(tiles.num_tiles)]
@@ -110,7 +112,9 @@ OPTIONS = shared(targets=("sm_80", "sm_100"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure each target, heads and step with the platform's tuning and with a CPU's; add a row for each."""
+    """Measure each target, heads and step, if args.only is in its name, with the platform's tuning and with a CPU's;
+    add a row for each to those of the file, or replace it there.
+    """
     recorder.take_over()
     for target in args.targets:
         for heads in HEADS:

@@ -30,7 +30,9 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Start an engine with args.options cold and warm, and add a row for each start."""
+    """Start an engine with args.options, each time in a new process with the same cache folder: once for each of
+    LIMITS, cold and then warm. Add a row for each start; "kept" is whether its share keeps its limit.
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = {"disable_log_stats": True, **args.options, "kernel_proof": args.proof, "compile_cache_dir": folder}
         for start, limit in LIMITS.items():
@@ -73,7 +75,9 @@ def start_here(options: dict[str, Any]) -> None:
 
 
 def _row(llm: Any, wall: float, processor: float, proof_wall: float, proof_processor: float) -> Row:
-    """Return the row of a start. All times are in seconds; those of the start include the proof's."""
+    """Return the row of a start. All times are in seconds; those of the start include the proof's. "share" is the
+    proof's processor time over that of the rest of the start. "calls": number of verdicts in the compile cache.
+    """
     from jaxengine.runner.executables.verdicts import all_verdicts
 
     runner = llm.core.engine.runner

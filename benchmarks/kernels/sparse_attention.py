@@ -11,6 +11,7 @@ taken from the traced kernel, the number of copies is that of the worst case, wh
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -71,7 +72,9 @@ MODELS = {
 
 
 def shapes_of(model: Model, op: str, platform: str) -> tuple[Callable, tuple[Any, ...]]:
-    """Return (function that calls operation `op` of a decode, its arguments as shapes)."""
+    """Return (function that calls operation `op` of a decode, its arguments as shapes): SEQUENCES tokens with CONTEXT
+    keys each, in bfloat16, and a pool of `platform`.
+    """
     stored = model.key if model.size is None else model.key + model.value
     kv_heads = model.heads[1]
     num_pages = SEQUENCES * CONTEXT // PAGE_SIZE
@@ -140,8 +143,8 @@ def copies_of(model: Model, op: str) -> int:
 
 @contextmanager
 def copied_bytes(pool: Any) -> Iterator[set[int]]:
-    """Collect, within the context, the sizes in bytes of the copies from `pool`, an array, that traced kernels of TPUs
-    make.
+    """Collect, within the context, the sizes in bytes of the copies that traced kernels of TPUs make from arrays as
+    large as `pool`. Replaces pltpu.make_async_copy meanwhile.
     """
     found: set[int] = set()
     make = pltpu.make_async_copy
@@ -190,7 +193,8 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
         sizes = tuning_of(platform)
         lowered = jax.jit(lambda *given: function(*given)).trace(*there).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile({"xla_dump_to": folder})
-        kernels = [each for each in Path(folder).glob("*.ptx") if ".entry" in (text := each.read_text()) and _own(text)]
+        entry = re.compile(r"\.entry (selected_rows|index_scores)")
+        kernels = [each for each in Path(folder).glob("*.ptx") if entry.search(each.read_text())]
         assert bool(kernels) != plain, kernels
         figures = {}
         if kernels:
@@ -213,11 +217,6 @@ def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
         "MiB": round(analysis.temp_size_in_bytes / 2**20, 1),
         **figures,
     }
-
-
-def _own(ptx: str) -> bool:
-    """Return whether a PTX file has one of the kernels."""
-    return any(f".entry {name}" in ptx for name in ("selected_rows", "index_scores"))
 
 
 OPTIONS = shared(targets=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "v6e", "v5p", "tpu7x"), only="")

@@ -72,7 +72,9 @@ OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89", "sm_120"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Compile each product for each target in Triton and as plain XLA; add a row with the figures of both."""
+    """Compile each product in whose "FORM, MATRIX, ROWS" args.only occurs, for each of args.targets, in Triton and as
+    plain XLA; add a row with the figures of both to those of the file, or replace it there.
+    """
     recorder.take_over()
     for target in args.targets:
         for form in FORMS:

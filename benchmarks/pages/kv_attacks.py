@@ -39,14 +39,15 @@ _TIERS = {"kv_offloading_size": 0.0005, "kv_offloading_disk_size": 0.0015}
 
 
 def _options() -> dict[str, Any]:
-    """Return the options of an engine without tiers."""
+    """Return the options of an engine without tiers, of few tokens and _AT_ONCE sequences of a tiny Llama."""
     few: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": _AT_ONCE, "max_num_batched_tokens": 32, "block_size": 4}
     return engine_options(dtype="float32", skip_tokenizer_init=True, **few) | {"model": str(checkpoint("llama"))}
 
 
 def serve(folder: str, expected: str) -> None:
-    """Answer the prompts again and again with an engine whose pages are in `folder`, and print a JSON line after each
-    round. Returns never; its process is killed. expected: file with the tokens of each prompt, JSON.
+    """Answer the prompts again and again with an engine whose tiers end in `folder`. After each round print a JSON line
+    of counts ("requests", "different" answers, "hits", "bad files", "compilations") and clear the prefix cache. Returns
+    never; its process is killed. expected: file with the tokens of each prompt, JSON.
     """
     wanted = json.loads(Path(expected).read_text())
     tiers: dict[str, Any] = {**_TIERS, "kv_offloading_path": folder, "num_gpu_blocks_override": 40}
@@ -86,7 +87,9 @@ class _Attacker:
             return subprocess.Popen(self._command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.DEVNULL)
 
     def damage(self) -> None:
-        """Flip a bit of a random file, or cut it; a file that is gone meanwhile is left."""
+        """Flip a bit of a random file other than ".total", or, once in five times, cut it, and count that; a file that
+        is gone meanwhile is left.
+        """
         files = [each for each in self._folder.rglob("*") if each.is_file() and each.name != ".total"]
         if not files:
             return
@@ -106,7 +109,9 @@ class _Attacker:
         self.counts["cuts" if is_cut else "flips"] += 1
 
     def kill(self) -> None:
-        """Kill the engines whose time has come, and start them again."""
+        """Kill the engines whose time has come, and start them again. An engine's time is a random number of seconds,
+        at most kill_seconds, after it has printed a line.
+        """
         for index, log in enumerate(self._logs):
             now, size = time.monotonic(), log.stat().st_size
             if now > self._due[index]:
@@ -128,7 +133,10 @@ class _Attacker:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Attack the engines and add the row."""
+    """Attack two engines that share a folder for args.seconds (60 if args.tiny), and add the row of their counts and of
+    the attacks. "kept" is whether there were hits, bad files and kills, all tokens equal those of an engine without
+    tiers, nothing was compiled and no engine ended by itself.
+    """
     if args.tiny:
         args.seconds = 60.0
     plain: dict[str, Any] = {**_options(), "num_gpu_blocks_override": 400}

@@ -83,9 +83,9 @@ def prompts_of(block: int, count: int) -> list[list[int]]:
 
 
 def seen_of(block: int, count: int, write: str) -> list[dict[str, Any]]:
-    """Return `count` prompts of a block, each with one of 48 pictures, the text of `prompts_of` for the block after it.
+    """Return `count` prompts of a block, each with one of 48 images, the text of `prompts_of` for the block after it.
 
-    write: text of a picture's place in a prompt.
+    write: text of an image's placeholder in a prompt.
     """
     prompts = []
     for ids in prompts_of(block, count):
@@ -126,7 +126,8 @@ class _Pair:
     """An engine with tiers whose free pages are NaN, and one without tiers. kind: key of KINDS."""
 
     def __init__(self, kind: str, folder: Path):
-        """Start both engines. For pages of states, the states of free slots become NaN before every step.
+        """Start both engines. For kind "adapters" write two random adapters, and load them into the one with tiers. For
+        pages of states, the states of free slots become NaN before every step.
 
         folder: empty, for files that the kind needs.
         """
@@ -215,7 +216,9 @@ class _Pair:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Compare each kind of page in blocks of requests; after each block update the kind's row with the totals."""
+    """Compare each kind of page in blocks of requests; after each block update the kind's row with the totals. Raises
+    OptionError for kinds that need two devices if this process's devices are in use already.
+    """
     if args.tiny:
         args.requests, args.block, args.kinds = 40, 20, ("full",)
     if any(kind in _OVER_DEVICES for kind in args.kinds):
@@ -231,7 +234,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 def _measure(kind: str, args: Namespace, recorder: Recorder) -> None:
     """Compare one kind of page in blocks of requests, after those that its row in `recorder` has; after each block
-    update the row with the totals.
+    update the row with the totals. "kept" is whether no request got other tokens, nothing was compiled, requests were
+    swapped, and more than half of those after the first with each document were restored.
     """
     same = {"kind": kind, "pages": KINDS[kind][1]["num_gpu_blocks_override"], "at once": _AT_ONCE}
     row: dict[str, Any] = next((each for each in recorder.rows if same.items() <= each.items()), same)

@@ -72,9 +72,10 @@ def talk(llm: LLM, args: Namespace) -> dict[str, Any]:
 
 
 def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[dict[str, Any], Any]:
-    """Run the conversations on an engine with these tiers; return (row, token ids of each conversation).
+    """Run the conversations on an engine with these tiers, whose pool has a tenth of the pages that all of them take,
+    but room for those that run at once; return (row, token ids of each conversation).
 
-    expected: conversations that must be equal for "kept"; None to compare with nothing.
+    "kept" is whether nothing was compiled and the conversations equal `expected`, unless that is None.
     """
     length = args.turns * (args.said + args.answered) + 1
     pages = max(pages_of(args) // 10, args.at_once * -(-length // args.page_size) + args.at_once)

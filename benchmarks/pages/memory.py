@@ -70,8 +70,8 @@ def case_options(name: str, folder: Path) -> dict[str, Any]:
 
 
 def measure(options: dict[str, Any]) -> Row:
-    """Return the row of an engine with these options: its plan's bytes by purpose, the bytes held, and the numbers of
-    compiled and loaded programs.
+    """Return the row of an engine with these options: its plan's bytes by purpose, the bytes held, their ratios to the
+    plan's, and the numbers of compiled and loaded programs. "kept" is whether both ratios are 1 within LIMIT.
 
     The engine starts in a process with as many devices as the options need. Raises CalledProcessError if it fails.
     """
@@ -89,10 +89,9 @@ def measure(options: dict[str, Any]) -> Row:
 
 
 def measure_here(options: dict[str, Any]) -> None:
-    """Start an engine, serve a full load in this process, and print its figures, bytes of all devices and counts, as
-    JSON.
-
-    options: of the engine.
+    """Start an engine in this process, serve twice as many prompts as it runs at once, and print as JSON the bytes of
+    all devices that are planned and that the process holds, when the engine is ready and at most under load, and the
+    numbers of programs. options: of the engine.
     """
     from jaxengine import LLM, SamplingParams
 
@@ -142,8 +141,8 @@ def text_prompt(number: int, length: int) -> dict[str, Any]:
 
 
 def picture_prompt(number: int, length: int) -> dict[str, Any]:
-    """Return a prompt with a picture, as large as the processor lets it be, and a text of `length` tokens, for a model
-    of memory_cases that sees. number: by which prompts and pictures differ.
+    """Return a prompt with an image, as large as the processor lets it be, and a text of `length` tokens, for a model
+    of memory_cases that sees. number: by which prompts and images differ.
     """
     from PIL import Image
 

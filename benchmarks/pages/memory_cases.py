@@ -73,12 +73,14 @@ _VISION = {"embed_dim": 512, "hidden_size": 1024, "num_heads": 8, "mlp_ratio": 4
 
 
 def devices_of(options: dict[str, Any]) -> int:
-    """Return the number of devices that an engine with these options uses."""
+    """Return the number of devices of an engine with these options: tensor_parallel_size * pipeline_parallel_size."""
     return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
 
 
 def write_family(name: str, folder: Path) -> dict[str, Any]:
-    """Write the model of a case in FAMILIES to `folder`, which does not exist, and return the engine options for it."""
+    """Write the model of a case in FAMILIES, without weights, to `folder`, which does not exist; return the engine
+    options for it. A model that sees also gets its tokenizer and processor.
+    """
     recorded, fields = FAMILIES[name]
     sees = recorded.endswith("_vision")
     if sees:

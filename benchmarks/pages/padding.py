@@ -54,7 +54,8 @@ class Roofline:
     weight_bytes: float = 16.1e9
 
     def step_s(self, num_tokens: np.ndarray, num_seqs: np.ndarray) -> np.ndarray:
-        """Return the seconds f64[n] of steps with these numbers of tokens and sequences, both [n].
+        """Return the seconds f64[n] of steps with these numbers of tokens and sequences, both [n]: the longer of
+        reading the weights and multiplying the tokens by them, and the bytes of the sequences' logits.
 
         Attention is left out, because padding does not slow it.
         """
@@ -148,7 +149,8 @@ def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> np.ndarray:
-    """Run the scheduler for `num_steps` steps, after a warm-up that fills the engine.
+    """Run the scheduler for `num_steps` steps, after a warm-up that fills the engine, on requests of random lengths
+    that arrive at random.
 
     Returns (tokens, sequences) of each step that was not empty, i64[n, 2]. load: rate of arrivals as a share of the
     engine's capacity.
@@ -206,8 +208,8 @@ def evaluate(
     roofline: Roofline,
     compile_s: tuple[float, float],
 ) -> dict[str, Any]:
-    """Return the row of a grid: padding in percent of the tokens of decode and mixed steps, percent of time lost at
-    each load, and minutes to compile the grid.
+    """Return the row of a grid: padding in percent of the tokens of decode and mixed steps, percent of time lost to
+    padding at each load, according to `roofline`, its number of programs and the minutes to compile them.
 
     decode, mixed: sizes of the grid. loads: steps of each load, as `simulate` returns them. compile_s: as
     `compile_seconds` returns it.

@@ -116,7 +116,8 @@ def bound(groups: Sequence[tuple[int | None, int]], num_layers: int, length: int
 
 
 def measure(name: str, lengths: Sequence[int] = LENGTHS, num_seqs: int = NUM_SEQS) -> list[dict[str, Any]]:
-    """Return a row for each length: what a pool holds with all pages kept, and with pages before windows freed.
+    """Return a row for each length: the sequences that a pool holds with all pages kept and with pages before windows
+    freed, the ratio of their tokens ("factor"), its `bound`, and how much of that it reaches ("share").
 
     name: key of SHAPES. num_seqs: sequences that fit with all pages kept.
     """

@@ -143,7 +143,7 @@ def watching(server: ServerProcess) -> Iterator[Watched]:
 
 def attack_fields(server: ServerProcess, table: Table, options: Namespace) -> None:
     """Send every field of every request with about `options.size` bytes in every shape; add a row with the worst shape
-    of each field.
+    of each field, by seconds and failures of /health and growth of memory.
 
     options.fields: names to which it is restricted; empty for all.
     """

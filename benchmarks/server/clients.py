@@ -79,7 +79,8 @@ OPTIONS = {
 def run(options: Namespace, recorder: Recorder) -> None:
     """Install and run the chosen scripts against a server; add a row for each case, and print the Markdown table.
 
-    Starts a server unless `options.url` is given. Replaces the table in the file `options.markdown`.
+    Starts a server unless `options.url` is given; with that and without `options.grpc` the client of gRPC is left out.
+    Replaces the table in the file `options.markdown`.
     """
     scripts = [name for name in SCRIPTS if not options.only or name.startswith(tuple(options.only))]
     if options.url and not options.grpc:

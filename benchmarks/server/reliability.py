@@ -134,8 +134,9 @@ async def kill_engine(running: ServerProcess, traffic: Traffic, streams: int) ->
 
 
 def kills(findings: Findings, count: int, streams: int) -> None:
-    """Record what happens after `count` deaths of the engine under `streams` streams each, and after a death of the
-    supervisor.
+    """Record figures of `kill_engine` over `count` deaths of the engine under `streams` streams each, and the seconds
+    of a start with everything compiled, on which a limit rests. Then kill the supervisor, and record how long its
+    children live on and how many files are left.
     """
     # The first start compiles everything, so that the second one only loads.
     start_server(ENGINE, wait=600.0).stop()
@@ -175,10 +176,10 @@ async def end_under_load(
     """Send SIGTERM under `streams` streams of `max_tokens` tokens, and wait for the server's end; return what followed,
     by name.
 
-    signals: 2 for another SIGTERM, after 0.3 s and one new request. "seconds", "streams_ended": from the first signal
-    until the server, and the last stream, had ended. "status": of the server's process. "late": error of the new
-    request. "whole", "aborted": numbers of streams that reached their limit, and that ended with "abort". "files":
-    number of those left behind.
+    0.3 s after the signal, one new request is sent. signals: 2 for another SIGTERM after it. "seconds",
+    "streams_ended": from the first signal until the server, and the last stream, had ended. "status": of the server's
+    process. "late": error of the new request. "whole", "aborted": numbers of streams that reached their limit, and that
+    ended with "abort". "files": number of those left behind.
     """
     tasks = await open_streams(traffic, streams, max_tokens)
     start = time.perf_counter()
@@ -203,7 +204,9 @@ async def end_under_load(
 
 
 def ends(findings: Findings, streams: int) -> None:
-    """Record how servers end under load after SIGTERM: with 60 s to finish, after a second signal, and with no time."""
+    """Record how three servers end under load after SIGTERM, by figures of `end_under_load`: with 60 s to finish, after
+    a second signal, and with no time.
+    """
 
     def ended(patience: float, max_tokens: int, signals: int) -> dict[str, Any]:
         running = start_server(ENGINE, max_num_queued_reqs=4096, shutdown_timeout=patience)
@@ -284,7 +287,9 @@ async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float)
 
 
 def overload(findings: Findings, seconds: float) -> None:
-    """Record how a server responds to ten times the requests that it can answer, sent for `seconds`."""
+    """Record how a server responds to ten times the requests that it can answer, sent for `seconds`: figures of
+    `overload_run`, and its exit status.
+    """
     with serving(ENGINE, wait=120.0) as running:
         traffic = greedy_traffic(running.base_url)
         done = asyncio.run(overload_run(running, traffic, seconds))
@@ -313,7 +318,8 @@ def end_task(task: asyncio.Task) -> None:
 async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[str]) -> tuple[list[float], int]:
     """Stream `num_tokens` tokens while another client requests each regex in `grammars`, one after the other.
 
-    Returns the seconds between the stream's tokens, and how many of the grammars were answered meanwhile.
+    Returns the seconds between the stream's tokens, and how many of the grammars were answered meanwhile, with a result
+    or with status 400. Raises AssertionError for other answers.
     """
     connections, answered = Connections(traffic.server), 0
 
@@ -334,8 +340,8 @@ async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[
 
 
 def grammars(findings: Findings, num_tokens: int) -> None:
-    """Record how the gaps of a stream change while another client requests grammars that take a second each to
-    compile.
+    """Record by how many percent the mean and median gaps of a stream change while another client requests grammars
+    that take a second each to compile, over three rounds of streams alone and next to these.
     """
     with serving(ENGINE, wait=120.0) as running:
         traffic = greedy_traffic(running.base_url)

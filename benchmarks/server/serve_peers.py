@@ -96,7 +96,9 @@ def measure(url: str, load: Load, concurrency: int, fields: dict[str, Any]) -> d
 
 
 def compare(variant: str, args: Namespace, recorder: Recorder) -> None:
-    """Measure both servers with weights in one format; add a row for each server and concurrency, of its best round."""
+    """Measure both servers with weights in one format; add a row for each server and concurrency, of its round with the
+    most output tokens a second.
+    """
     places = max(args.concurrency)
     log = args.venv_dir / "serve-llama.log"
     with serving(own(variant, places)) as server, llama_server(variant, places, args.venv_dir, log) as theirs:

@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,7 +255,7 @@ def _median(values: list[float]) -> float:
 
 
 def _serve(
-    job: dict[str, Any], cores: Iterable[int], others: Iterable[int], drive: Callable[[Traffic], Awaitable[None]]
+    job: dict[str, Any], cores: Iterable[int], others: Iterable[int], drive: Callable[[Traffic], Coroutine]
 ) -> dict[str, float]:
     """Measure an engine on `cores` while it serves what `drive` sends to an API process; return its figures.
 
@@ -268,15 +268,10 @@ def _serve(
             assert _line(engine_process) == "serving\n", "the engine's process ended"
             with _role(api, job, others) as api_process:
                 traffic = greedy_traffic(f"http://127.0.0.1:{int(_line(api_process))}", None)
-                asyncio.run(_awaited(drive(traffic)))
+                asyncio.run(drive(traffic))
                 _end_input(api_process)
             _end_input(engine_process)
             return json.loads(_line(engine_process))
-
-
-async def _awaited(awaitable: Awaitable[None]) -> None:
-    """Await an awaitable, so that asyncio.run can run it."""
-    await awaitable
 
 
 def _check(run: LoadResult) -> None:

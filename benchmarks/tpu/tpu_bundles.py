@@ -48,7 +48,9 @@ class Program:
     """Bundles of one kernel as a tree of spans, `root`."""
 
     def __init__(self, dump: str):
-        """Parse the text of a file `*-final_bundles.txt`."""
+        """Parse the text of a file `*-final_bundles.txt`. A branch back to a region is a loop, one ahead code that it
+        skips; these spans are nested in `root`, each cut off at the end of the one around it.
+        """
         labels, self._texts = zip(*_BUNDLE.findall(dump), strict=True)
         starts = {region: at for at, text in enumerate(self._texts) for region in _START.findall(text)}
         branches = [

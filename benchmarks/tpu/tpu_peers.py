@@ -69,7 +69,9 @@ def cost(target: str, build: str, step: str, **arguments: Any) -> Cost:
 
 
 def measure(target: str, step: str, heads: tuple[int, int], head_dim: int, python: str) -> dict[str, Any]:
-    """Return a row that compares both kernels; ratios are None where a kernel has no bundles.
+    """Return a row that compares both kernels; ratios are None where a kernel has no bundles. "kept" is whether they
+    keep LIMITS, None without ratios. If tpu-inference's kernel for heads of 128 fails for tpu7x, that with the block
+    sizes of v6e is compared, and "their_block" says so.
 
     step: key of TOKENS. heads: query heads and KV heads. python: interpreter with tpu-inference.
     """
@@ -105,7 +107,9 @@ OPTIONS = shared(targets=("v5e", "v5p", "v6e", "tpu7x"), only="", venv_dir=CACHE
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Install tpu-inference, compile both kernels for each target, step and size of heads, and add a row for each."""
+    """Install tpu-inference, compile both kernels for each target, step and size of heads whose name has args.only, and
+    add a row for each to those of the file, or replace it there.
+    """
     versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
     recorder.describe = lambda: {**machine(), "libtpu": versions["libtpu"], "tpu-inference": VERSION}
     same = (*(f"{name}=={found}" for name, found in versions.items()), "absl-py")

@@ -69,7 +69,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def _layer(target: str, name: str, rows: int, stored: str) -> dict[str, Any]:
-    """Return a row with the cycles and bytes of a layer's four products together, or with an error of libtpu.
+    """Return a row with the cycles and bytes of a layer's four products together, the microseconds that reading their
+    codes takes ("codes_us") and these over the products' time ("share_of_floor"); or with an error of libtpu.
 
     target: TPU. name: label of the row. rows: rows of the activations. stored: key of STORED.
     """

@@ -73,7 +73,7 @@ class Streams:
     """
 
     def __init__(self, core: EngineCore, count: int):
-        """Add `count` requests of 900 tokens, and run steps until all are decoding."""
+        """Add `count` requests of 900 tokens, and run count + 10 steps, after which all are decoding."""
         self.core, self.ends, self.first = core, [0.0], set[str]()
         self._num = 0
         for _ in range(count):

@@ -126,7 +126,7 @@ class Cycles:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Run the cycles, at levels 1 and 2 alternately; add a row after each tenth. Begins no tenth after the deadline."""
+    """Start an engine and run args.cycles cycles on it (`_rows`), with args.resume those that the file lacks."""
     if args.resume:
         recorder.resume()
     llm = AsyncLLM(**ENGINE, max_num_seqs=8)
@@ -137,7 +137,10 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 async def _rows(cycles: Cycles, llm: AsyncLLM, total: int, recorder: Recorder) -> None:
-    """Add the rows of `total` cycles that the recorder does not have yet."""
+    """Run the cycles of `total` that the recorder's rows do not have yet, at levels 1 and 2 alternately and every
+    second pair of them busy; add a row after each tenth. Begins no tenth after the deadline. "kept" is whether arrays
+    take no more than in the first row, all tokens were as expected and nothing was compiled.
+    """
     await cycles.begin()
     first = recorder.rows[-1]["cycles"] if recorder.rows else 0
     for row in range(ROWS):

@@ -96,7 +96,9 @@ def changed_by_zeros(llm: LLM, args: Namespace) -> int:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure the three kinds of steps alternately and add a row for each, then a row for vectors of zeros."""
+    """Measure alternately steps of an engine without the option `steer`, of one with it and no vectors, and of that
+    with a vector in each request; add a row for the fastest round of each, then a row for vectors of zeros.
+    """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     plain = LLM(**ENGINE, max_num_seqs=args.requests)
     steered = LLM(**ENGINE, max_num_seqs=args.requests, steer=[AT])

@@ -173,8 +173,8 @@ class Streams:
         self._drawn, self._taken = np.random.default_rng(0), Counter[State]()
 
     def step(self) -> None:
-        """Add requests up to the number that runs at once, run an engine step, and check the requests that ended in
-        it.
+        """Add requests up to the number that runs at once, every eighth with the adapter, run an engine step, and check
+        the requests that ended in it.
         """
         core = self._llm.core
         while len(core.engine.scheduler.requests) < self._count:
@@ -275,7 +275,9 @@ class Updates:
         self.streams = Streams(self._llm, args.streams, args.tokens, state)
 
     def once(self) -> WeightUpdate | None:
-        """Run `args.steps` steps and make the next update; return its times, None for an update of the adapter."""
+        """Run `args.steps` steps and make the next update, with the members of KINDS and KV that are next in turn;
+        return its times, None for an update of the adapter.
+        """
         for _ in range(self._args.steps):
             self.streams.step()
         kind, kv, state = KINDS[self.number % 4], KV[self.number % 3], state_after(self.number)
@@ -342,8 +344,9 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def _run(args: Namespace, recorder: Recorder, model: dict[str, Any]) -> None:
-    """Make the updates up to `args.updates` or the deadline, and add a row after every `args.row`. model: options that
-    name the model.
+    """Make the updates after those of the recorder's last row, up to `args.updates` or the deadline, and add a row
+    after every `args.row`. "kept" is whether nothing was compiled, no versions were wrong, no checked run differs, and
+    arrays take no more than in the first row. model: options that name the model.
     """
     before = recorder.rows[-1] if recorder.rows else Counter[str]()
     updates = Updates(args, before["updates"], model)

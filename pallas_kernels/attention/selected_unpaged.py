@@ -97,9 +97,9 @@ def selected_attention(
 def select_blocks(
     q: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Schedule, *, size: int, count: int, local: int
 ) -> jax.Array:
-    """Return the numbers i32 [B * T, K, k] of the k = count blocks that each KV head of a token selects, in the
-    order of their scores, and -1 after the last. Arguments are those of attention.selected.select_blocks, which has
-    checked them. `batch` is not used.
+    """Return the numbers i32 [B * T, K, k] of the k = count blocks that each KV head of a token selects, the last
+    `local` first and the others in the order of their scores, and -1 after the last. Arguments are those of
+    attention.selected.select_blocks, which has checked them. `batch` is not used.
     """
     del batch
     num_rows, length = schedule.offset.shape

@@ -130,7 +130,9 @@ class KVSpec:
 
     @property
     def value_column(self) -> int:
-        """Column at which a value begins among the columns of its KV head in a row of layout TOKEN_ROWS."""
+        """Column at which a value begins among those of its KV head in a row of layout TOKEN_ROWS: key_width, rounded
+        up to a multiple of LANES with aligned_values.
+        """
         return -(-self.key_width // LANES) * LANES if self.aligned_values else self.key_width
 
     @property

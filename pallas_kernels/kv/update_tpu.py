@@ -143,17 +143,17 @@ def _token_words(rows: jax.Array) -> jax.Array:
 
 
 def _write_runs(
-    scalars,  # SMEM: runs, reads ahead
-    first,  # SMEM [T]
-    length,  # SMEM [T]
-    slots,  # SMEM [T]
-    words,  # VMEM u32 [tiles, window + 2 * GROUP, LANES]: tokens from window * step - GROUP on
+    scalars,
+    first,
+    length,
+    slots,
+    words,
     _,
-    pool,  # HBM [P, page_size, C]
-    groups,  # VMEM [groups in flight, GROUP, C]
+    pool,
+    groups,
     read_sems,
     write_sems,
-    next_run,  # SMEM [1]
+    next_run,
     *,
     page_size: int,
     window: int,
@@ -163,11 +163,12 @@ def _write_runs(
     reads for later runs. Runs whose first slot is outside of the pool are skipped. The last grid step waits for all
     writes.
 
-    scalars: number of runs, and of reads ahead. first, length: first token and number of tokens of each run. slots: i32
-    slot of each token. words: the new tokens' keys and values, as words [tiles, window + 2 * GROUP, LANES]. pool:
-    [P, page_size, C] in HBM. groups: buffers in VMEM; run r uses buffer r modulo their number, with semaphores in
-    read_sems and write_sems. next_run: first run that is not written yet, kept across grid steps. window: tokens of a
-    grid step. first_lane: first lane of the words in a row of the pool.
+    In SMEM: scalars: number of runs, and of reads ahead; first, length: first token and number of tokens of each run;
+    slots: i32 slot of each token; next_run: first run that is not written yet, kept across grid steps. words: keys and
+    values of tokens from window * step - GROUP on, u32 [tiles, window + 2 * GROUP, LANES] in VMEM. pool: [P, page_size,
+    C] in HBM. groups: buffers [groups in flight, GROUP, C] in VMEM; run r uses buffer r modulo their number, with
+    semaphores in read_sems and write_sems. window: tokens of a grid step. first_lane: first lane of the words in a row
+    of the pool.
     """
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0

@@ -13,12 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.pallas_kernels.kv.pages import KVPages
-from jaxengine.pallas_kernels.tuning import Tuning
-
-
-def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
-    """Return None, whatever the arguments: writing whole sequences needs no schedule."""
-    del slot_mapping, page_size, tuning
 
 
 def kv_cache_update(

@@ -15,7 +15,7 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
-    """Return None, whatever the arguments: the scatter needs only the slots."""
+    """Return None, whatever the arguments: scatters, and writes of whole sequences, need no schedule."""
 
 
 def kv_cache_update(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
+
 
 class Problem(NamedTuple):
     """Shape of a product of bfloat16 rows [rows, size] with a quantised matrix [size, out]."""
@@ -45,3 +47,13 @@ def operands(problem: Problem) -> tuple[Any, ...]:
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)
     x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
     return x, jax.ShapeDtypeStruct((size // packed, out), jnp.dtype(codes)), scales, scales if zeros else None
+
+
+def product_by(
+    quantized_matmul: Callable, x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: Any
+) -> jax.Array:
+    """Return the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros), computed by a
+    kernel's function with these sizes. x is not rounded to codes.
+    """
+    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
+    return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

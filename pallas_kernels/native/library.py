@@ -45,7 +45,7 @@ class UnfitError(RuntimeError):
 
 
 def target_name(handler: str) -> str:
-    """Return the name under which a handler is registered with XLA."""
+    """Return "jaxengine_HANDLER", the name under which a handler is registered with XLA."""
     return f"jaxengine_{handler}"
 
 
@@ -75,8 +75,8 @@ def made(rooms: tuple[str, ...]) -> tuple[str, Any]:
     rooms: packages, each with a module `code`, which has the names HANDLERS and a function `build`, and a module
     `check`, whose function `check` gets the addresses of functions by name and raises UnfitError if one is wrong.
     Raises ImportError without llvmlite, RuntimeError for what LLVM refuses, and UnfitError for a processor other than
-    x86_64 or without AVX2, FMA and F16C, for an unknown FFI header, and if the code of any room computes something
-    wrong: then none is used.
+    x86_64 or without AVX2, FMA and F16C, for an unknown FFI header, and if the code of any of them computes
+    something wrong: then none is used.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")

@@ -30,7 +30,7 @@ def attention_case(call: Call) -> Case:
     given = dict(zip(names, call.arguments, strict=True)) | call.options
     spec, q, kv = given["spec"], given["q"], given["kv"]
     num_seqs, num_columns = given["batch"].page_table.shape
-    sizes = Sizes(len_of(q), num_seqs, num_columns, kv.page_size, pages_to_read(kv, num_seqs))
+    sizes = Sizes(q.shape[0], num_seqs, num_columns, kv.page_size, pages_to_read(kv, num_seqs))
 
     def run(q: Any, kv: KVPages, batch: RaggedBatch, rest: dict[str, Any]) -> Any:
         shape = {"num_tokens": q.shape[0], "page_size": kv.page_size, "tuning": tuning_of(call.platform)}
@@ -72,11 +72,6 @@ def update_case(call: Call) -> Case:
         return random_pool(kv, num_pages, None, None, rng), *new, jax.device_put(slots)
 
     return Case(run, inputs, ("ragged",))
-
-
-def len_of(shape: Any) -> int:
-    """Return the length of the first axis of `shape`, an array or ShapeDtypeStruct."""
-    return shape.shape[0]
 
 
 def _page_bytes(kv: KVPages) -> int:

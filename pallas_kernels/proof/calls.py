@@ -41,7 +41,7 @@ class Call(NamedTuple):
         """
         given = [each for index, each in enumerate(self.arguments) if index != _WORK_LISTS.get(self.op)]
         given += [each for name, each in self.options.items() if name != "schedule"]
-        shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in _arrays(given))
+        shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(given) if _is_array(leaf))
         return f"{self.op} ({self.kind}): {shapes}; {_described((self.arguments, self.options))}"
 
     @property
@@ -104,11 +104,6 @@ def _abstract(tree: Any) -> Any:
 def _is_array(leaf: Any) -> bool:
     """Return whether a leaf has a shape and a dtype, as arrays and ShapeDtypeStructs do."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _arrays(tree: Any) -> list[Any]:
-    """Return the leaves of a pytree that are arrays or shapes."""
-    return [leaf for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
 
 
 def _described(value: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, bits, from_storage
-from jaxengine.pallas_kernels.proof.attention import len_of, pages_to_read, random_pool
+from jaxengine.pallas_kernels.proof.attention import pages_to_read, random_pool
 from jaxengine.pallas_kernels.proof.calls import Call
 from jaxengine.pallas_kernels.proof.case import Case
 from jaxengine.pallas_kernels.proof.ragged import MIXES, MOST_KEYS, Batch, Sizes, ragged_batch
@@ -38,7 +38,7 @@ def selection_case(call: Call) -> Case:
     options = {name: value for name, value in call.options.items() if name != "pooling"}
 
     def run(queries: tuple[Any, ...], kv: KVPages, batch: RaggedBatch, rest: dict[str, Any]) -> Any:
-        shape = {"num_tokens": len_of(queries[0]), "page_size": kv.page_size, "tuning": tuning_of(call.platform)}
+        shape = {"num_tokens": queries[0].shape[0], "page_size": kv.page_size, "tuning": tuning_of(call.platform)}
         schedule = kernel("selection_schedule", call.platform)(batch, **shape)
         return kernel(call.op, call.platform)(*queries, kv, batch, schedule, **options, **rest)
 
@@ -88,7 +88,7 @@ def _batch_and_pool(given: dict[str, Any], mix: str, rng: np.random.Generator) -
     """
     q, kv = given["q"], given["kv"]
     num_seqs, num_columns = given["batch"].page_table.shape
-    sizes = Sizes(len_of(q), num_seqs, num_columns, kv.page_size, pages_to_read(kv, num_seqs))
+    sizes = Sizes(q.shape[0], num_seqs, num_columns, kv.page_size, pages_to_read(kv, num_seqs))
     heads = kv.spec.num_kv_heads
     spec = AttentionSpec(heads, heads, 1, 1, 1.0)
     made = ragged_batch(mix, sizes, spec, rng)

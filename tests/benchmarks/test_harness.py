@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks import harness
+from benchmarks.engines import ask
 from benchmarks.harness import BENCHMARKS, RESULTS, file_of, load, main, parser_of
 from benchmarks.recorder import Recorder
 
@@ -166,3 +169,19 @@ def test_a_resumed_run_keeps_rows_and_never_repeats_one_that_hung(tmp_path):
     assert resumed.named("fails") == {"name": "fails", "error": "ValueError: why"}
     assert on(2).rows == [], "another machine's rows are not ours"
     assert on(2, -1.0).measure("late", lambda: measure("late")) is None and "late" not in calls
+
+
+@pytest.mark.parametrize("answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"])
+def test_an_answer_of_a_server_that_is_killed_has_status_0(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ask(f"http://127.0.0.1:{server.getsockname()[1]}", "/health")[0] == 0
+        thread.join()

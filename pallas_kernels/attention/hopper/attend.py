@@ -158,7 +158,8 @@ def ragged_paged_attention(
     and biases may be None. schedule: from this module. XLA computes attention that no kernel supports, and a batch
     whose schedule is XLA's because of `kv_limits`; a warning states the reason, once per reason. interpret: False, or
     True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: the card's kernels. Raises
-    ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
+    ValueError if `spec` does not count the heads that the pool's shard holds, and for token scales that its platform
+    does not read.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)

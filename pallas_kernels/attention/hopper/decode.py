@@ -96,9 +96,9 @@ class DecodeShape:
 
     def stages(self) -> tuple[int, int]:
         """Return (blocks, query tiles) that shared memory holds at a time: two query tiles if two or more blocks still
-        fit beside them, else one; as many blocks as fit, at most max_stages.
+        fit next to them, else one; as many blocks as fit, at most max_stages.
 
-        Raises ValueError if two blocks do not fit beside one query tile.
+        Raises ValueError if two blocks do not fit next to one query tile.
         """
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
         rows, banks = self.product_rows, 2 if self.tensor_memory else 1

@@ -82,7 +82,7 @@ class LatentShape:
 
     @property
     def boxes(self) -> int:
-        """Number of TMA boxes that load the keys of a block."""
+        """Number of TMA boxes that load the keys of a block: one per page, or one if a page holds the block."""
         return max(DECODE_KEYS // self.page_size, 1)
 
     @property

@@ -121,10 +121,8 @@ def prefill_attention(
 
 def registers(shape: Shape) -> tuple[int, int]:
     """Return the registers per lane of the producer warpgroup and of each computing warpgroup, chosen to avoid spills
-    where possible.
-
-    The producer needs more for windows, sinks and above all widening. Accumulators of a large head dim leave the fewest
-    registers for it, those in tensor memory the most.
+    where possible: the producer has most if it widens or accumulators are in tensor memory, fewest for a head dim over
+    192, whose accumulators need them. The two computing warpgroups share the rest.
     """
     producer = 88 if shape.widens or shape.tensor_memory else 72 if shape.spec.head_dim <= 192 else 56
     return producer, (REGISTERS - producer) // 2

@@ -283,8 +283,9 @@ def part_origin(shape: Shape, part):
 
 
 def produce(shape: Shape, refs: Refs, cta) -> None:
-    """Load the queries, keys and values of all tiles of CTA `cta` into shared memory, as far ahead as buffers are free.
-    Returns once the computing warpgroups have read all of them.
+    """Load the queries, keys and values of all tiles of CTA `cta` into shared memory, as far ahead as buffers are free:
+    block by block its keys, then its values, and with a tile's first block the queries. Returns once the computing
+    warpgroups have read all of them.
     """
     count, stages = tile_count(shape, refs, cta), shape.stages
 

@@ -304,7 +304,8 @@ def _cut(
     before = _starts(cost > 0) + jnp.sum(
         inside & (cut_pairs < jnp.arange(num_pairs + 1, dtype=jnp.int32)[:, None]), axis=-1, dtype=jnp.int32
     )
-    cut_items = jnp.where(inside, before[of] + 1 + _starts(inside)[:-1] - _inside_before(inside, cut_pairs), 0)
+    earlier = jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)  # cuts inside earlier pairs
+    cut_items = jnp.where(inside, before[of] + 1 + _starts(inside)[:-1] - earlier, 0)
     cut_items = jnp.where(inside, cut_items, before[cut_pairs])
     cta_items = jnp.concatenate([jnp.zeros((1,), jnp.int32), cut_items, before[-1:]])
 
@@ -338,14 +339,6 @@ def _cut(
 def _starts(counts: jax.Array) -> jax.Array:
     """Return the exclusive prefix sums i32 [n + 1] of counts i32 or bool [n]."""
     return jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
-
-
-def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
-    """Return, for each cut, the number of cuts that lie inside a pair earlier than this cut's pair, i32 [C - 1].
-
-    inside: bool [C - 1], whether a cut lies inside a pair. cut_pairs: i32 [C - 1], the pair of each cut.
-    """
-    return jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)
 
 
 def _prefill_items(

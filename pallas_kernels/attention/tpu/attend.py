@@ -43,8 +43,8 @@ from jaxengine.pallas_kernels.tuning import TpuAttention
 
 
 def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) -> Schedule | xla_schedule.Schedule:
-    """Return the TPU kernel's work list of the step, or XLA's for slopes and biases by distance, which the
-    kernel does not support.
+    """Return the TPU kernel's work list of the step, or XLA's for what the kernel does not support: slopes and
+    biases by distance, and chunks before a token's own (`spec.xla_only`).
 
     options: as in attention.op.attention_schedule; `tuning` is required.
     """
@@ -73,7 +73,7 @@ def ragged_paged_attention(
     and biases may be None. schedule: result of this module's `attention_schedule`; if it is XLA's, XLA computes the
     attention and a warning says so once. Otherwise the leading decodes and the longer runs are one kernel call each.
     interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
-    for dtypes, page sizes and pool layouts that the TPU kernel does not support.
+    for dtypes and page sizes that the TPU kernel does not support, and for token scales.
     """
     check_token_scales(kv.platform, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):

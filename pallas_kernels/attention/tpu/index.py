@@ -80,7 +80,9 @@ def select_blocks(
 
 
 def _unsupported(q: jax.Array, kv: KVPages) -> str:
-    """Return why the kernel cannot score the pool's keys for queries `q`; "" if it can."""
+    """Return why the kernel cannot score the pool's keys for queries `q`: float16, or pages of a number of tokens that
+    is no multiple of SUBLANES; "" if it can.
+    """
     if jnp.float16 in (q.dtype, kv.data.dtype):
         return "float16, which TPUs do not have"
     return f"pages of {kv.page_size} tokens, no multiple of {SUBLANES}" if kv.page_size % SUBLANES else ""

@@ -222,7 +222,10 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
     member: bool [block_q, 1], the tokens of the segment, to which alone values are added; None if that is all tokens.
     """
     rows = {part: (part.head, slice(part.first_row, part.end_row)) for part in scores}
-    largest = {part: jnp.maximum(refs.largest[rows[part]], _row_max(score)) for part, score in scores.items()}
+    largest = {
+        part: jnp.maximum(refs.largest[rows[part]], jnp.max(score, axis=1, keepdims=True))
+        for part, score in scores.items()
+    }
     weights, sums, decay = {}, {}, {}
     for part, score in scores.items():
         num_keys = score.shape[1]
@@ -328,11 +331,6 @@ def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, oth
         return jnp.where(condition, by_token, otherwise).reshape(x.shape)
     by_head = x.reshape(-1, plan.block_q, x.shape[1])
     return jnp.where(condition[None], by_head, otherwise).reshape(x.shape)
-
-
-def _row_max(x: jax.Array) -> jax.Array:
-    """Return the maximum of each row of x, [n, m] -> [n, 1]."""
-    return jnp.max(x, axis=1, keepdims=True)
 
 
 def _across(x: jax.Array, size: int) -> jax.Array:

@@ -115,7 +115,9 @@ def block_attention(
 
 
 def _unsupported(q: jax.Array, kv: KVPages, run: int) -> str:
-    """Return why the kernel cannot read runs of `run` rows of the pool for queries `q`; "" if it can."""
+    """Return why the kernel cannot read runs of `run` rows of the pool for queries `q`: float16, or pages or runs that
+    are no multiple of SUBLANES rows; "" if it can.
+    """
     if jnp.float16 in (q.dtype, kv.data.dtype):
         return "float16, which TPUs do not have"
     if kv.page_size % SUBLANES:

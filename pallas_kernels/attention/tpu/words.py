@@ -30,7 +30,9 @@ def rows_of_word(data: Any) -> int:
 
 
 def rows_of_tile(data: Any) -> int:
-    """Return how many rows a tile of an array [P, page_size, C] has in HBM."""
+    """Return the rows of a tile of an array [P, page_size, C] in HBM: SUBLANES; 4 times as many of one-byte elements if
+    pages have a multiple of that.
+    """
     return 4 * SUBLANES if data.dtype.itemsize == 1 and data.shape[1] % (4 * SUBLANES) == 0 else SUBLANES
 
 

@@ -44,8 +44,8 @@ def why_not(
 
     Not supported: head dims that are not multiples of 8 or above MAX_HEAD_DIM (of latents, values above MAX_LATENT_DIM,
     or keys that are as wide), more query heads per kv head than `most_rows` without latents, tree masks, slopes and
-    biases by distance, queries other than bfloat16 and float16, token scales, pools of a dtype outside KV_DTYPES, and
-    two-byte pools of another dtype than the queries.
+    biases by distance, chunks before a token's own, queries other than bfloat16 and float16, token scales, pools of a
+    dtype outside KV_DTYPES, and two-byte pools of another dtype than the queries.
 
     q_dtype, kv: None if not known yet (a schedule is built before them); conditions on either are then not checked.
     tree_mask: whether there is one.
@@ -66,8 +66,8 @@ def why_not(
 
 
 def why_not_pool(q_dtype: Any, kv: KVPages, *, interpret: bool) -> str | None:
-    """Return the reason why kernels in Triton do not read the pool for queries of `q_dtype`, or do not run at all,
-    unless `interpret`; None if they do.
+    """Return the reason why kernels in Triton do not read the pool for queries of `q_dtype`: the installed jax, unless
+    `interpret`, the dtypes, or the pool's size; None if they do.
     """
     if not interpret and not lowers_triton():
         return no_triton()
@@ -75,7 +75,7 @@ def why_not_pool(q_dtype: Any, kv: KVPages, *, interpret: bool) -> str | None:
 
 
 def _why_not_dtypes(q_dtype: Any, kv: KVSpec) -> str | None:
-    """Return the reason why kernels do not take these dtypes of queries and pool, or None."""
+    """Return the reason why kernels do not take these dtypes of queries and pool, or its token scales; else None."""
     if (name := jnp.dtype(q_dtype).name) not in KV_DTYPES[:2]:
         return f"queries of {name}"
     if kv.token_scales:
@@ -86,7 +86,9 @@ def _why_not_dtypes(q_dtype: Any, kv: KVSpec) -> str | None:
 
 
 def _why_not_size(kv: KVPages) -> str | None:
-    """Return the reason why kernels cannot address all elements of the pool, or None."""
+    """Return the reason why kernels cannot address all elements of the pool, None if they can: one-byte codes that are
+    more than 2**31 and at most 2**32.
+    """
     if kv.data.dtype.itemsize == 1 and 2**31 < kv.data.size <= 2**32:
         return f"a pool of {kv.data.size} codes, whose offsets jax's lowering keeps in 32 bits"
     return None
@@ -135,7 +137,8 @@ def ragged_paged_attention(
     and biases may be None. schedule: result of this module's `attention_schedule`. XLA computes what the kernels do not
     support (`why_not`), a one-byte pool of more than 2**31 and at most 2**32 codes, and any batch whose schedule is
     XLA's because of `kv_limits`; a warning gives each reason once. interpret: run the kernels on the CPU. Raises
-    ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
+    ValueError if `spec` does not count the heads that the pool's shard holds, and for token scales that its platform
+    does not read.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)

@@ -149,8 +149,9 @@ class _Plan:
 def _plan(
     q: jax.Array, kv: KVPages, spec: AttentionSpec, count: int, sizes: TritonAttention, *, from_value: bool
 ) -> _Plan:
-    """Return the sizes of a call for lists of `count` keys. from_value: whether values are the first columns of keys,
-    whose other columns a second operand of queries meets.
+    """Return the sizes of a call for lists of `count` keys. The more query heads share a KV head, the longer are parts,
+    from sizes.least_part to sizes.most_part keys; of long lists there are at most MOST_PARTS. from_value: whether
+    values are the first columns of keys, whose other columns a second operand of queries meets.
     """
     inner, key = spec.v_head_dim, spec.head_dim
     columns = ((0, inner), (inner, key - inner)) if from_value else ((0, key),)

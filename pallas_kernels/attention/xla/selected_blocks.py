@@ -54,7 +54,9 @@ def select_blocks(
         ends = -(-last[..., 0] // size)
 
         def best(first: jax.Array, scores: jax.Array) -> jax.Array:
-            """Return the scores of blocks from those of keys f32 [B, Q * K, n], the first of them key `first`."""
+            """Return the scores of blocks from those of keys f32 [B, Q * K, n], the first of them key `first`: the
+            largest of those that a row sees, infinity for its last `local` blocks.
+            """
             num_keys = scores.shape[2]
             seen = first + jnp.arange(num_keys, dtype=jnp.int32) < last
             best = jnp.max(jnp.where(seen, scores, -jnp.inf).reshape(*rows.shape[:2], -1, size), axis=-1)

@@ -63,7 +63,7 @@ def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[An
         plgpu.barrier_wait(refs.done.at[bank])
         for index in range(shape.sums):
             total = [
-                piece + _scaled(shape, refs, slot, index, (bank * shape.sums + index) * rows, first, piece.shape)
+                piece + _scaled(refs, slot, index, (bank * shape.sums + index) * rows, first, piece.shape)
                 for first, piece in zip(range(0, rows, PIECE), total, strict=True)
             ]
         plgpu.wait_load_tmem()  # all four warps wait; then the bank's next products may begin
@@ -76,14 +76,15 @@ def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[An
     return lax.fori_loop(0, count, add, zeros)
 
 
-def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int, area: tuple[int, int]) -> Any:
+def _scaled(refs: Any, slot: Any, index: int, begin: Any, first: int, area: tuple[int, int]) -> Any:
     """Return a piece of a sum, f32 [128, columns] of shape `area` from column `first` on, times its scales, minus the
     zero points times the rows' sums if there are any.
 
     begin: column of tensor memory where the sum begins. slot, index: the tile in shared memory, and the group of inputs
     in it that the sum is over.
     """
-    y = _load(refs.sums_tmem.at[:, pl.ds(begin + first, area[1])])
+    columns = pl.ds(begin + first, area[1])
+    y = plgpu.async_load_tmem(refs.sums_tmem.at[:, columns], layout=plgpu.Layout.TCGEN05)
     own_rows = pl.ds(first, area[1])
     y = y * lax.broadcast_in_dim(refs.scales_smem[slot, index], area, [0])
     if refs.row_scales_smem is not None:
@@ -112,14 +113,7 @@ def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
     plgpu.tcgen05_commit_arrive(refs.done.at[0])
     plgpu.barrier_wait(refs.done.at[0])
     pieces = [pl.ds(first, min(PIECE, rows - first)) for first in range(0, rows, PIECE)]
-    return [_load(refs.sums_tmem.at[:, piece]) for piece in pieces]
-
-
-def _load(sums: Any) -> Any:
-    """Start loading `sums`, f32 [128, columns] of tensor memory, to registers and return them; `wait_load_tmem` waits
-    for the load.
-    """
-    return plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
+    return [plgpu.async_load_tmem(refs.sums_tmem.at[:, piece], layout=plgpu.Layout.TCGEN05) for piece in pieces]
 
 
 def store(pieces: list[Any], staged: Any, send: Callable[[Any, int], None]) -> None:

@@ -28,7 +28,9 @@ _BITS = jnp.uint16, jnp.int16
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
     """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: return float32 [R, out].
 
-    matmul.dense.matmul has checked the arguments.
+    One row of float32, over axis 0, is multiplied in the partial sums of `_num_parts`; one of bfloat16 by
+    `_row_product` if `_num_terms` allows, and fewer than _FEW otherwise with zeros as further rows. All else is the
+    plain XLA product. matmul.dense.matmul has checked the arguments.
     """
     rows = x.shape[0]
     if rows == 1 and x.dtype == jnp.float32 and contract == 0 and (parts := _num_parts(weight.shape[0])):

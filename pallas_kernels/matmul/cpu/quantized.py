@@ -121,7 +121,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
                 sums = sums + row[:, :, term, own, None] * part
         sums = sums * scale[0] if scale else sums
         sums = sums.reshape(-1, out_size)
-        return _total(jnp.ones((1, len(sums)), jnp.float32), sums)
+        return total(jnp.ones((1, len(sums)), jnp.float32), sums)
 
     def slices(index):
         # The barrier as in columns_product.
@@ -139,9 +139,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
         begin = zeros_in_layer(scales, (1, out_size)), slices(jnp.int32(0))
         y, _ = lax.fori_loop(0, trips, trip, begin)
     y = y if num_scales > 1 else y * scales
-    return (
-        y if zeros is None else y - _total(jnp.sum(row.reshape(1, num_scales, -1), axis=2), zeros.astype(jnp.float32))
-    )
+    return y if zeros is None else y - total(jnp.sum(row.reshape(1, num_scales, -1), axis=2), zeros.astype(jnp.float32))
 
 
 def wide_parts(codes: jax.Array) -> list[jax.Array]:
@@ -155,6 +153,8 @@ def wide_parts(codes: jax.Array) -> list[jax.Array]:
     return [part.astype(jnp.float32) for part in (even, lax.shift_right_arithmetic(pairs, jnp.int32(4)))]
 
 
-def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the float32 product of x [M, n] and y [n, out], by an operation into which XLA fuses nothing."""
-    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+def total(x: jax.Array, y: jax.Array, contract: int = 0) -> jax.Array:
+    """Return the float32 product of x [M, n] and y [n, out], with contract = 1 [out, n], by an operation into which XLA
+    fuses nothing.
+    """
+    return lax.dot_general(x, y, (((1,), (contract,)), ((), ())), precision=lax.Precision.HIGHEST)

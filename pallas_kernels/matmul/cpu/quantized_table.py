@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.pallas_kernels.matmul.cpu.quantized import wide_parts
+from jaxengine.pallas_kernels.matmul.cpu.quantized import total, wide_parts
 from jaxengine.pallas_kernels.matmul.nibbles import row_parts
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
@@ -53,10 +53,10 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
         own = lax.slice_in_dim(row, group * (len(row) // count), (group + 1) * (len(row) // count))
         products = (wide * x for wide, x in zip(wide_parts(part), row_parts(own, codes.dtype), strict=True))
         sums = sums + sum(products) * scales[group, :, None].astype(jnp.float32)
-    y = _total(jnp.ones((1, width), jnp.float32), sums)
+    y = total(jnp.ones((1, width), jnp.float32), sums, 1)
     if zeros is None:
         return y
-    return y - _total(jnp.sum(row.reshape(1, count, -1), axis=2), zeros.astype(jnp.float32).T)
+    return y - total(jnp.sum(row.reshape(1, count, -1), axis=2), zeros.astype(jnp.float32).T, 1)
 
 
 def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
@@ -80,15 +80,8 @@ def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: ja
         for row, wide in zip(rows, wide_parts(own), strict=True):
             wide = wide.reshape(size, count, -1) * scale
             wide = wide if zeros is None else wide - of_block(table[2])
-            y = y + _total(row, wide.reshape(size, -1))
+            y = y + total(row, wide.reshape(size, -1), 1)
         return lax.dynamic_update_slice(out, y, (0, block * size))
 
     out = zeros_in_layer(scales, (len(x), num_tokens))
     return lax.fori_loop(0, -(-num_tokens // size), multiply, out)
-
-
-def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the float32 product [M, V] of x [M, n] and y [V, n] transposed, by an operation into which XLA fuses
-    nothing.
-    """
-    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

@@ -13,13 +13,11 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands
+from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands, product_by
 from jaxengine.pallas_kernels.matmul.hopper.quantized import quantized_matmul
 from jaxengine.pallas_kernels.matmul.hopper.shape import MOST_SHARED_ROWS, OUTPUTS, RESERVED_BYTES, Shape
-from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from jaxengine.pallas_kernels.tuning import HopperProducts
 
@@ -46,7 +44,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         if (shape.tile_rows, shape.splits) in seen:
             continue
         seen.add((shape.tile_rows, shape.splits))
-        function = partial(_product, sizes=sizes)
+        function = partial(product_by, quantized_matmul, sizes=sizes)
         changed = {name: getattr(sizes, name) for name in names if getattr(sizes, name) != getattr(defaults, name)}
         yield Candidate(changed, function, operands(problem), partial(_microseconds, shape), function)
 
@@ -77,13 +75,3 @@ def _microseconds(shape: Shape, report: dict[str, Any]) -> float | None:
         result = shape.row_tiles * shape.tile_rows * shape.out_tiles * OUTPUTS
         parts = 2 * 4 * shape.splits * result / (_CACHE * num_bytes * shape.sizes.num_ctas) + _LATENCY
     return 1e6 * (waves * (shape.per_split * each + _LATENCY) + parts) / report["clock"]
-
-
-def _product(
-    x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: HopperProducts
-) -> jax.Array:
-    """Return the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros), computed by the
-    Hopper kernel with these sizes. x is not rounded to codes.
-    """
-    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
-    return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

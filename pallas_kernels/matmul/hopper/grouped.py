@@ -74,7 +74,7 @@ def gated_matmul(
 
     The public operation has checked the arguments. If the kernel cannot fuse both steps, `grouped_matmul` and
     `activated` are called one after the other. sizes, interpret and tensor_memory: see
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul.
+    `grouped_matmul`.
     """
     _, size, out = w.shape
     reason = why_xla(size, out, 1, w.dtype, x.dtype)
@@ -100,7 +100,7 @@ def quantized_grouped_matmul(
 
     The public operation has checked the arguments. XLA computes the product if the kernel does not support it, with a
     log line that gives the reason, or if the trace is for no card with kernels. sizes, interpret and tensor_memory: see
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul.
+    `grouped_matmul`.
     """
     x, x_scales, codes, scales, zeros = operands
     size, out = x.shape[1], scales.shape[2]
@@ -128,7 +128,7 @@ def quantized_gated_matmul(
 
     The public operation has checked the arguments. If the kernel cannot fuse both steps, `quantized_grouped_matmul` and
     `activated` are called one after the other. sizes, interpret and tensor_memory: see
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul.
+    `grouped_matmul`.
     """
     x, x_scales, codes, scales, zeros = operands
     reason = why_xla_of(x, x_scales, codes, scales, dtype)

@@ -55,8 +55,8 @@ def lora_product(
 
     Arguments are those of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank, in],
     each of bs [slots * rank, out of a source], modules: for each of bs the module whose A it uses. XLA computes the sum
-    if the kernels do not support it or the trace is for no Hopper card. sizes: the sizes that the visits were made
-    with, None for the default. interpret: see `mosaic_gpu.launch`.
+    if the kernels do not support it (`why_xla`), tiles of slots are not COLUMNS wide, or the trace is for no Hopper
+    card. sizes: the sizes that the visits were made with, None for the default. interpret: see `mosaic_gpu.launch`.
     """
     tile = Tuning().lora_tiles if sizes is None else sizes
     widths = tuple(b.shape[1] for b in bs)

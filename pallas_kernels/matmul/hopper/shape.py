@@ -112,7 +112,9 @@ class Shape:
 
     @property
     def tile_rows(self) -> int:
-        """Number of rows of a tile. If tiles must be smaller than sizes.rows, the rows are spread over them evenly."""
+        """Number of rows of a tile: all rows, rounded up to a multiple of 8 (of 16 with tensor memory), at most
+        `most_rows`. If that is less than sizes.rows, the rows are spread over the tiles evenly.
+        """
         usual, on_blackwell = self.sizes.rows, self.tensor_memory
         step = PRODUCT_COLUMNS[on_blackwell]
         most = most_rows(self.size, self.num_scales, self.codes, usual, tensor_memory=on_blackwell)
@@ -160,7 +162,7 @@ class Shape:
 
     @property
     def inputs(self) -> int:
-        """Number of inputs of a tile."""
+        """Number of inputs of a tile: `tile_inputs`, but always 64 for plain bfloat16 matrices."""
         return tile_inputs(self.size) if self.codes != BFLOAT16 else TILES[-1]
 
     @property
@@ -214,7 +216,9 @@ class Shape:
 
     @property
     def stored_rows(self) -> int:
-        """Number of result rows in a warpgroup's shared memory at a time."""
+        """Number of result rows in a warpgroup's shared memory at a time: all of a tile for gated products, else at
+        most STORED_ROWS, or half of that with tensor memory.
+        """
         if self.gating is not None:  # stored in pieces, but each has rows of its own
             return self.tile_rows
         return min(self.tile_rows, STORED_ROWS // 2 if self.tensor_memory else STORED_ROWS)

@@ -141,7 +141,7 @@ class Products(Sums):
 
 def build(triple: str, abi: Mapping[str, int], features: Mapping[str, bool]) -> ir.Module:
     """Return the module of LLVM IR with the handlers. triple, abi: see Handlers. features: of the processor, by LLVM's
-    names.
+    names; avx512f and avx512bf16 are used.
     """
     has = {"table_lookup": bool(features.get("avx512f")), "has_dots": bool(features.get("avx512bf16"))}
     return Products(triple, abi, **has).module

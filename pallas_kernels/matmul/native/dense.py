@@ -11,8 +11,8 @@ from jaxengine.pallas_kernels.matmul.native.product import few_rows_product, man
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
     """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: return float32 [R, out].
 
-    Machine code computes it if a handler for few or many rows supports the operands (`few_rows_product`,
-    `many_rows_product`), else plain XLA. matmul.dense.matmul has checked the arguments.
+    Machine code computes it if x and weight have one dtype that a handler for few or many rows supports
+    (`few_rows_product`, `many_rows_product`), else plain XLA. matmul.dense.matmul has checked the arguments.
     """
     if x.dtype == weight.dtype:
         for product in (few_rows_product, many_rows_product):

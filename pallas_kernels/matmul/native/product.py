@@ -27,7 +27,7 @@ def few_rows_product(
     loaded (`library.load`).
 
     Returns None if no handler supports the operands: another dtype, no rows or more than it is fast for, outputs that
-    are not a multiple of 64, or groups that its vectors do not divide.
+    are not a multiple of 64, groups that its vectors do not divide, or float32 that `has_many_rows` refuses.
 
     matrix: [in, out] int8, bfloat16 or float32, or [in / 2, out] uint8, pairs of four-bit codes. scales, zeros: [n,
     out], each for in / n neighbouring inputs; bfloat16 and float32 have none. is_table: the matrix is [out, in], or

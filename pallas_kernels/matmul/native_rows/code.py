@@ -236,7 +236,8 @@ class RowProducts(Handlers):
 
 def _ahead(b: Builder, kind: Kind, own: Mapping[str, Any], word: Any, column: Any) -> tuple[Any, Any, Any]:
     """Emit the addresses of a tile of the matrix, whose first word and output are `word` and `column`. Return those of
-    its first two lines of 64 bytes, of its next two, and the bytes from a word to the following one.
+    its first two lines of 64 bytes, of its next two, and the bytes of a row as it is stored: of a word's inputs, or of
+    one output of a table.
     """
     size = 4 // kind.per_word
     if kind.is_table:
@@ -282,7 +283,7 @@ def _by_rows(
 
 def build(triple: str, abi: Mapping[str, int], features: Mapping[str, bool]) -> ir.Module:
     """Return the module of LLVM IR with the handlers. triple, abi: see Handlers. features: of the processor, by LLVM's
-    names.
+    names; avx512f and avx512bf16 are used.
     """
     has = {"wide": bool(features.get("avx512f")), "has_dots": bool(features.get("avx512bf16"))}
     return RowProducts(triple, abi, **has).module

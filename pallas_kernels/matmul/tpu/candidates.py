@@ -7,12 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands
+from jaxengine.pallas_kernels.matmul.candidates import Candidate, Problem, operands, product_by
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
-from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.tpu.quantized import quantized_matmul, tiles
 from jaxengine.pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
 from jaxengine.pallas_kernels.tuning import TpuProducts
@@ -21,9 +19,9 @@ _COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield a candidate for the problem for each width of tiles: first with scaled sums, if its rows are at most half
-    of a group's inputs, then with scaled codes. Of candidates with equal tiles and the same form only the first is
-    yielded.
+    """Yield a candidate for the problem for each width of tiles in _COLUMNS: first all with scaled sums, if the
+    problem's rows are at most half of a group's inputs, then all with scaled codes. Of candidates with equal tiles and
+    the same form only the first is yielded.
     """
     default, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
@@ -42,7 +40,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def _candidate(
     problem: Problem, chosen: dict[str, int], sizes: TpuProducts, by_sums: bool, rows: int, columns: int
 ) -> Candidate:
-    """Return the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns.
+    """Return the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns. What is compiled
+    for its estimate is one tile over the inputs of one pass of the kernel's loop; its cost is None without "bundles".
 
     by_sums: whether sums are scaled instead of codes, see `widened`.
     """
@@ -64,16 +63,8 @@ def _candidate(
 
     return Candidate(
         {name: value for name, value in chosen.items() if value != getattr(TpuProducts(), name)},
-        partial(_product, sizes=alone),
+        partial(product_by, quantized_matmul, sizes=alone),
         operands(part),
         cost,
-        partial(_product, sizes=sizes),
+        partial(product_by, quantized_matmul, sizes=sizes),
     )
-
-
-def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
-    """Return the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros), computed by the TPU
-    kernel with these sizes. x is not rounded to codes.
-    """
-    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
-    return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

@@ -27,7 +27,7 @@ def group_step(num_rows: int, num_groups: int) -> int:
 
 def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
     """Return the number of rows, padding included, that the TPU kernel multiplies by a matrix for groups of these
-    sizes; 0 if XLA computes the product instead.
+    sizes, in bfloat16 and with the default tile sizes; 0 if XLA computes the product instead.
 
     x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None for absent ones. gated: whether the
     outputs are gates and ups, to be activated.

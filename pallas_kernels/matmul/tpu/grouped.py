@@ -182,7 +182,7 @@ def rows_for(
     x: jax.Array, x_scales: jax.Array | None, codes: Any, count: int, num_groups: int, dtype: Any, sizes: TpuProducts
 ) -> PreparedRows:
     """Return rows x [M, in], with the scales [M, n] of rounded ones, prepared for a product in `dtype` with matrices of
-    `num_groups` groups.
+    `num_groups` groups: by sums if the matrices have no scales or `sums_are_scaled`.
 
     codes: dtype of the matrices. count: scales of one column of a matrix, 0 without scales. sizes: tile sizes.
     """
@@ -350,19 +350,19 @@ def _call(
 
 
 def _body(
-    group,  # SMEM: of visits
+    group,
     tile,
     starts,
     ends,
     products,
-    x,  # VMEM, as in tpu.quantized; matrices with a first axis of one
+    x,
     x_scales,
     after,
     sums,
-    halves,  # a Matrix, or those of gates and ups
+    halves,
     out,
     total,
-    moved,  # a block of rows of bytes, None of others
+    moved,
     *,
     shape: Shape,
     by_sums: bool,

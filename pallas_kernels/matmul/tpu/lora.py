@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxengine.pallas_kernels.matmul.lora import LoraVisits, slots_of_tile, tile_rows_of
 from jaxengine.pallas_kernels.matmul.tpu.widened import LANES, SUBLANES
 from jaxengine.pallas_kernels.matmul.xla import lora as lora_xla
+from jaxengine.pallas_kernels.matmul.xla.dense import matmul
 from jaxengine.pallas_kernels.mosaic_tpu import compiler_params
 from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning
 
@@ -130,23 +131,16 @@ def _times_a(
     )(visits.row_tile, visits.slot_tile, visits.slots, visits.slot_index[:, None], x, *[a] * each)
 
 
-def _times_a_body(
-    row_tile,  # SMEM: per visit
-    slot_tile,
-    slots,
-    slot_index,  # VMEM: i32 [rows, 1]
-    x,  # [rows, in]
-    *a_and_out,  # [rank, in] of each slot; [rows, columns]
-    rank: int,
-):
+def _times_a_body(row_tile, slot_tile, slots, slot_index, x, *a_and_out, rank: int):
     """Body of the first kernel: multiply a visit's rows by A of its slots, of one module, and write the result with
     zeros in the columns of slots other than a row's own.
 
-    row_tile, slot_tile, slots: fields of LoraVisits, in SMEM. slot_index: i32 [rows, 1] of the rows. x: [rows, in].
-    a_and_out: A [rank, in] of each slot of the tile, then the result [rows, columns]. rank: a power of two.
+    row_tile, slot_tile, slots: fields of LoraVisits, in SMEM; others are in VMEM. slot_index: i32 [rows, 1] of the
+    rows. x: [rows, in]. a_and_out: A [rank, in] of each slot of the tile, then the result [rows, columns]. rank: a
+    power of two.
     """
     *parts, out = a_and_out
-    inner = lora_xla.dot(x[...], _stacked(parts), 1)
+    inner = matmul(x[...], _stacked(parts), contract=1)
     column = lax.broadcasted_iota(jnp.int32, inner.shape, 1)
     own = slot_index[...] == slot_tile[pl.program_id(0)] * len(parts) + (column >> int(math.log2(rank)))
     out[...] = jnp.where(own, inner, 0.0).astype(out.dtype)
@@ -210,7 +204,7 @@ def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
     *parts, out = b_and_out
     visit = pl.program_id(1)
     is_first = (visit == 0) | (row_tile[jnp.maximum(visit - 1, 0)] != row_tile[visit])
-    added = lora_xla.dot(inner[...], _stacked(parts), 0)
+    added = matmul(inner[...], _stacked(parts), contract=0)
     out[...] = jnp.where(is_first, y[...], out[...]) + added
 
 

@@ -96,7 +96,8 @@ def prepared(
     by_sums: bool,
 ) -> PreparedRows:
     """Return rows [M, in] prepared for a matrix with `num_scales` groups of inputs. They are rounded rows if they have
-    `x_scales`.
+    `x_scales`. One scale of each row becomes `after`. With by_sums several become `scales`, or are multiplied into the
+    values if they are finer than the matrix's; otherwise units replace them (`_in_units`).
 
     x: numbers, or the rounded rows' codes. codes: dtype of the matrix's codes. dtype: what the values are widened to,
     unless rounded rows are multiplied as eight-bit codes. by_sums: whether sums of groups are scaled instead of the

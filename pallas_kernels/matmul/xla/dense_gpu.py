@@ -9,8 +9,9 @@ from jaxengine.pallas_kernels.matmul.xla import dense as dense_xla
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CUDA card: return float32 [R, out].
-    matmul.dense.matmul has checked the arguments.
+    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CUDA card: return float32 [R, out]. It is
+    the plain XLA product, in which a single row gets a second one of zeros. matmul.dense.matmul has checked the
+    arguments.
     """
     rows = x.shape[0]
     if rows == 1:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.pallas_kernels.matmul.lora import LoraVisits, slots_of_tile, tile_rows_of
+from jaxengine.pallas_kernels.matmul.xla.dense import matmul
 from jaxengine.pallas_kernels.tuning import LoraTiles, Tuning
 
 
@@ -49,15 +50,11 @@ def lora_product(
         of_module = all_a.reshape(max(modules) + 1, -1, rank, x.shape[1])[:, slots]
         added = []
         for module, b in zip(modules, all_b, strict=True):
-            inner = dot(rows, of_module[module].reshape(each * rank, -1), 1)
+            inner = matmul(rows, of_module[module].reshape(each * rank, -1), contract=1)
             inner = jnp.where(own, inner, 0).astype(x.dtype)
-            added.append(dot(inner, b.reshape(-1, rank, b.shape[1])[slots].reshape(each * rank, -1), 0))
+            own_b = b.reshape(-1, rank, b.shape[1])[slots].reshape(each * rank, -1)
+            added.append(matmul(inner, own_b, contract=0))
         y_rows = lax.dynamic_slice_in_dim(y, start, tile_rows) + jnp.concatenate(added, axis=1)
         return lax.dynamic_update_slice_in_dim(y, y_rows, start, axis=0)
 
     return lax.fori_loop(0, visits.count[0], add_visit, y)
-
-
-def dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    """Return the product f32 [M, N] of x [M, K] and a matrix over its axis `contract` (0 or 1), of size K."""
-    return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

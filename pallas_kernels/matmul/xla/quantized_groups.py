@@ -30,6 +30,9 @@ def quantized_grouped_matmul(
     in out_dtype, 0 for rows of no group. matmul.quantized.quantized_grouped_matmul has checked the arguments.
     group_sizes: i32 [G], consecutive rows of each group. dtype: the dtype that codes are widened to.
 
+    Codes without zeros and with one scale per channel, and per row of rounded rows, are multiplied as they are and the
+    sums scaled; other matrices are widened first.
+
     transposed: see `matmul.xla.grouped.grouped_matmul`. fine: see `matmul.xla.quantized.fine_rows`.
     """
     x, x_scales, codes, scales, zeros = operands

@@ -183,7 +183,7 @@ MUTANTS = [
         "zero",
         _ONE,
     ),
-    Mutant("one row: zeros added", _LOOP, "y - _total(", "y + _total(", _ROW),
+    Mutant("one row: zeros added", _LOOP, "y - total(", "y + total(", _ROW),
     Mutant("one row: halves swapped", _LOOP, "term, own, None]", "term, 1 - own, None]", _ROW),
     Mutant("one row: low half without its sign", _LOOP, "lax.shift_left(pairs, low), low)", "pairs, low)", _ROW),
     Mutant("one row: first scale for all groups", _LOOP, "sums * scale[0] if", "sums * scale[0][:1] if", _ROW),
