@@ -210,6 +210,8 @@ def test_tiles_of_one_kv_head_on_each_chip(chip, one_head, part_rows, monkeypatc
 
     assert sizes.part_rows == part_rows
     assert tokens((8, 1), 2048) == tokens((4, 1), 8192) == one_head and tokens((16, 1), 8192) == one_head // 2
+    latent = AttentionSpec(4, 1, 576, 512, 1.0, values_in_keys=True)
+    assert block_q_of(sizes, 8192, latent) == 128
     assert tokens((8, 1), 512) == 64 and tokens((16, 2), 8192) == tokens((16, 16), 8192) == 128
 
 

@@ -56,7 +56,7 @@ def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int
     most rows of a tile idle.
     """
     most, narrow_rows = sizes.max_block_q, sizes.narrow_rows
-    if spec.num_kv_heads == 1:
+    if spec.num_kv_heads == 1 and not spec.values_in_keys:  # results of latents are wide
         most, narrow_rows = max(most, sizes.one_head_block_q), sizes.one_head_rows
     narrow = sizes.narrow_bytes // (4 * spec.num_q_heads * spec.v_head_dim)
     rows = max(sizes.run_rows // spec.group_size, min(narrow_rows // spec.group_size, narrow))
