@@ -238,8 +238,7 @@ def tuning_of(platform: str) -> Tuning:
             chip = pltpu.get_tpu_info()
             sizes = replace(table.tpu_attention, cores=chip.num_cores, mxu_columns=chip.mxu_column_size)
             if sizes.mxu_columns > 128:  # narrower units are busy as it is, and larger tiles hold more sequences
-                rows = 512 if chip.generation > 6 else 1024
-                sizes = replace(sizes, one_head_block_q=256, one_head_rows=2048, part_rows=rows)
+                sizes = replace(sizes, one_head_block_q=256, one_head_rows=2048)
             # A chip without a higher int8 rate gains nothing from int8 products.
             faster = chip.int8_ops_per_second > chip.bf16_ops_per_second
             products = replace(table.tpu_products, int8_products=2 if faster else 1, cores=chip.num_cores)
