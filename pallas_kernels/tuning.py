@@ -80,6 +80,8 @@ class TpuAttention(_Sizes):
     # The same where results of all heads are few (narrow_bytes): copies and steps take a larger share of a block there.
     narrow_rows: int = 1024
     narrow_bytes: int = 2 << 20  # most bytes of the float32 results of a tile of narrow_rows
+    one_head_block_q: int = 128  # tokens of a run tile where there is one KV head, at most
+    one_head_rows: int = 1024  # and query rows in the place of narrow_rows
     single_tiles: int = 8  # single tiles of a grid step
     single_keys: int = 1024  # keys of a block of single tiles: long blocks amortise the work per block
     run_keys: int = 512  # keys of a block of run tiles: short blocks waste less on keys past the causal edge
@@ -236,6 +238,8 @@ def tuning_of(platform: str) -> Tuning:
         if pltpu.is_tpu_device():
             chip = pltpu.get_tpu_info()
             sizes = replace(table.tpu_attention, cores=chip.num_cores, mxu_columns=chip.mxu_column_size)
+            if sizes.mxu_columns > 128:  # narrower units are busy as it is, and larger tiles hold more sequences
+                sizes = replace(sizes, one_head_block_q=256, one_head_rows=2048)
             # A chip without a higher int8 rate gains nothing from int8 products.
             faster = chip.int8_ops_per_second > chip.bf16_ops_per_second
             products = replace(table.tpu_products, int8_products=2 if faster else 1, cores=chip.num_cores)

@@ -6,9 +6,10 @@ chooses for a step of 64 decodes or of 2,048 tokens, tables of 8,192 keys, pages
 read from the compiled program (tpu_bundles): "arithmetic" is the bundles that multiply, with softmax, for 1,024 keys
 and one token (decode) or 128 (prefill), with all heads; "loop" is the whole pass, which also starts and awaits copies.
 The block is full and neither first nor last: ours masks no key of it then, theirs always does. Bundles are of one core:
-on v5p ours uses both, theirs one. `kept` compares the ratios, ours to theirs, with LIMITS. Where a kernel is refused,
-its block is the reason; where theirs asks for more VMEM than tpu7x has, it gets its blocks for v6e. A file's rows that
-are not measured are kept.
+on v5p ours uses both, theirs one. `kept` compares the ratios, ours to theirs, with LIMITS. "peak" is the cycles that
+the same arithmetic takes on a core's matrix units at their peak: fewer bundles than that only mean that the core waits
+for them. Where a kernel is refused, its block is the reason; where theirs asks for more VMEM than tpu7x has, it gets
+its blocks for v6e. A file's rows that are not measured are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.tpu.tpu_bundles import Program
 from benchmarks.tpu.tpu_cycles import CASES, PAGE_SIZE
 from benchmarks.tpu.tpu_profile import ProfileError, profile
 from jaxengine.bench.peer_process import Peer, install
-from jaxengine.check.targets import TARGETS
+from jaxengine.check.targets import CLOCKS, TARGETS
 from jaxengine.results import machine
 
 VERSION = "0.32.0"
@@ -68,6 +69,16 @@ def cost(target: str, build: str, step: str, **arguments: Any) -> Cost:
     return Cost(round(found.arithmetic * part), round(found.whole * part), f"{block_q} x {block_kv}")
 
 
+def peak_cycles(target: str, step: str, heads: tuple[int, int], head_dim: int) -> int:
+    """Return the cycles of one core in which its matrix units, at their peak, multiply the queries and weights of one
+    token (decode) or NORMAL_TOKENS (prefill) with NORMAL_KEYS keys and values.
+
+    step: key of TOKENS. heads: query heads and KV heads.
+    """
+    rows = heads[0] * (1 if step == "decode" else NORMAL_TOKENS)
+    return round(2 * rows * NORMAL_KEYS * 2 * head_dim / TARGETS[target].flops * CLOCKS[target])
+
+
 def measure(target: str, step: str, heads: tuple[int, int], head_dim: int, python: str) -> dict[str, Any]:
     """Return a row that compares both kernels; ratios are None where a kernel has no bundles. "kept" is whether they
     keep LIMITS, None without ratios. If tpu-inference's kernel for heads of 128 fails for tpu7x, that with the block
@@ -99,6 +110,7 @@ def measure(target: str, step: str, heads: tuple[int, int], head_dim: int, pytho
         "our_loop": ours.loop,
         "their_loop": theirs.loop,
         "loop_ratio": loop,
+        "peak": peak_cycles(target, step, heads, head_dim),
         "kept": kept,
     }
 

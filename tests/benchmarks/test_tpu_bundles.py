@@ -1,8 +1,11 @@
-"""Which bundles of a compiled TPU kernel count for a block of keys, on a program written for this."""
+"""Which bundles of a compiled TPU kernel count for a block of keys, on a program written for this, and the cycles that
+they are compared with.
+"""
 
 from __future__ import annotations
 
 from benchmarks.tpu.tpu_bundles import Pass, Program
+from benchmarks.tpu.tpu_peers import peak_cycles
 
 MULTIPLY = "%1 = vmatmul.mubr.bf16.vlgmr.msra.gmra.mxu0 %v2_v0"
 FETCH = "%3 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s4_s5"
@@ -76,3 +79,10 @@ def test_a_full_block_in_the_middle_counts():
     (loop,) = program.block_loops()
     assert program.measure(loop, trips=3) == Pass(arithmetic=9, whole=6 + 9)
     assert Program(INNER.replace(FETCH, "nop")).block_loops() == []
+
+
+def test_cycles_at_peak_are_of_one_core():
+    # A core of v5p has four matrix units of 128 x 128; one of v6e or tpu7x has two of 256 x 256 at two rows a cycle.
+    for target, cycles in (("v5p", 16384), ("v6e", 4096), ("tpu7x", 4096)):
+        assert abs(peak_cycles(target, "prefill", (32, 8), 128) / cycles - 1) < 0.01
+        assert abs(peak_cycles(target, "decode", (32, 8), 128) / cycles - 1 / 128) < 0.01

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxengine.pallas_kernels.attention.blackwell.attend import COMPUTING as BLACKWELL
 from jaxengine.pallas_kernels.attention.hopper import latent
@@ -125,7 +126,8 @@ def test_tpu_tiles(heads, head_dim, page_size, itemsize, num_tokens, columns, bl
     ("num_kv_heads", "group", "block_q", "pages", "page_size", "parts"),
     [(8, 4, 1, 8, 128, 1), (1, 128, 1, 32, 128, 4), (1, 128, 1, 8, 128, 4), (1, 16, 1, 6, 64, 3), (1, 16, 1, 1, 128, 1)]
     + [(1, 128, 16, 4, 128, 4), (1, 16, 16, 4, 128, 1), (1, 96, 16, 4, 128, 2)]
-    + [(1, 8, 128, 4, 128, 2), (1, 7, 128, 4, 128, 1), (1, 20, 64, 4, 128, 2), (2, 8, 128, 4, 128, 1)],
+    + [(1, 8, 128, 4, 128, 2), (1, 7, 128, 4, 128, 1), (1, 20, 64, 4, 128, 2), (2, 8, 128, 4, 128, 1)]
+    + [(1, 8, 256, 4, 128, 4), (1, 7, 256, 4, 128, 7), (1, 71, 16, 4, 128, 1), (1, 6, 256, 4, 128, 3)],
 )
 def test_parts_of_a_single_kv_head(num_kv_heads, group, block_q, pages, page_size, parts):
     shape = {"num_kv_heads": num_kv_heads, "group": group, "block_q": block_q}
@@ -192,6 +194,22 @@ def test_xla_blocks(page_size, several_rows, one_row):
 
 def test_a_page_table_is_in_scalar_memory_while_it_fits():
     assert fits_smem(TpuAttention(), (256, 896)) and not fits_smem(TpuAttention(), (256, 1024))
+
+
+@pytest.mark.parametrize(("chip", "one_head"), [("v5e", 128), ("v5p", 128), ("v6e", 256), ("7x", 256)])
+def test_tiles_of_one_kv_head_on_each_chip(chip, one_head, monkeypatch):
+    found = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(chip), 1)
+    monkeypatch.setattr(pltpu, "is_tpu_device", lambda: True)
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: found)
+    sizes = tuning_of("tpu").tpu_attention
+
+    def tokens(heads: tuple[int, int], num_tokens: int) -> int:
+        return block_q_of(sizes, num_tokens, AttentionSpec(*heads, 128, 128, 1.0))
+
+    assert tokens((8, 1), 2048) == tokens((4, 1), 8192) == one_head and tokens((16, 1), 8192) == one_head // 2
+    latent = AttentionSpec(4, 1, 576, 512, 1.0, values_in_keys=True)
+    assert block_q_of(sizes, 8192, latent) == 128
+    assert tokens((8, 1), 512) == 64 and tokens((16, 2), 8192) == tokens((16, 16), 8192) == 128
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

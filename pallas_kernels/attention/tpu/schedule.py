@@ -55,9 +55,12 @@ def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int
     It is a power of two or sizes.min_block_q, and smaller where few tokens or many query heads per kv head would leave
     most rows of a tile idle.
     """
+    most, narrow_rows = sizes.max_block_q, sizes.narrow_rows
+    if spec.num_kv_heads == 1 and not spec.values_in_keys:  # results of latents are wide
+        most, narrow_rows = max(most, sizes.one_head_block_q), sizes.one_head_rows
     narrow = sizes.narrow_bytes // (4 * spec.num_q_heads * spec.v_head_dim)
-    rows = max(sizes.run_rows // spec.group_size, min(sizes.narrow_rows // spec.group_size, narrow))
-    wanted = min(sizes.max_block_q, num_tokens // sizes.run_tiles, rows)
+    rows = max(sizes.run_rows // spec.group_size, min(narrow_rows // spec.group_size, narrow))
+    wanted = min(most, num_tokens // sizes.run_tiles, rows)
     return max(1 << max(wanted, 1).bit_length() - 1, sizes.min_block_q)
 
 

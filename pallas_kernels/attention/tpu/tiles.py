@@ -141,8 +141,13 @@ def choose_parts(
     if block_q == 1:  # a part is a multiple of a lane tile
         counts = range(1, sizes.single_parts + 1)
         return max(count for count in counts if pages % count == 0 and pages // count * page_size % LANES == 0)
-    units = block_q if lies_by_token(num_kv_heads, group) else group
-    return math.gcd(1 << max(group * block_q // sizes.part_rows, 1).bit_length() - 1, units)
+    rows, units = group * block_q, block_q if lies_by_token(num_kv_heads, group) else group
+    counts = [count for count in range(1, units + 1) if units % count == 0]
+    most = max(count for count in counts if count == 1 or rows // count >= sizes.part_rows)
+    if most > 1 or rows < 2 * sizes.part_rows:
+        return most
+    # The number of heads has no such divisor, such as 7: parts of half the rows rather than none.
+    return next((count for count in counts[1:] if rows // count >= sizes.part_rows // 2), 1)
 
 
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
