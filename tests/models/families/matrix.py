@@ -55,7 +55,6 @@ from tests.models.families.modes import (
     EQUAL,
     FIRST,
     MODES,
-    NEVER,
     NOTHING,
     POOLS,
     ROUNDED,
@@ -70,6 +69,7 @@ from tests.models.families.pooled_matrix import examine_pooled
 
 NUM_OTHERS = 20
 PAGE_SIZE = 4
+PREEMPT_AFTER = 6  # steps
 TOLERANCE = 1e-4
 
 
@@ -203,8 +203,8 @@ def serve(model: Path, workload: Workload, length: int, more: dict[str, Any], on
     rows = {"alone": _verdict(workload.wrong(expected)) if any(workload.greedy) else FIRST}
     if not only or "preempted" in only:
         rows |= _crowded(first, workload, expected, small)
-        if rows["preempted"] == NOTHING and windows and None not in windows:
-            rows["preempted"] = NEVER
+        if rows["preempted"] == NOTHING:
+            rows["preempted"] = _verdict(_differing(_interrupted(first, workload), expected))
     for mode, changes in SCHEDULED.items():
         if first.core.engine.runner.config.whole_pictures:
             rows[mode] = UNCUT
@@ -244,6 +244,29 @@ def _crowded(llm: LLM, workload: Workload, expected: list[list[int]], pools: lis
         if NOTHING not in rows.values():
             break
     return rows
+
+
+def _interrupted(llm: LLM, workload: Workload) -> list[list[int]]:
+    """What follows the prompts when everything that runs is preempted again and again, each time a step later: for
+    models whose windows give back what they take, or of which few requests run at once, so that no pool is too small.
+    """
+    scheduler, engine = use_scheduler(llm), llm.core.engine
+    schedule, most = scheduler.schedule, engine._max_in_flight
+    left = pause = PREEMPT_AFTER
+
+    def preempting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left, pause
+        left -= 1
+        if left < 0:
+            scheduler.preempt_all()
+            left = pause = pause + 1
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule, engine._max_in_flight = preempting, 1  # no step is in flight when another is scheduled
+    try:
+        return workload.run(llm)
+    finally:
+        scheduler.schedule, engine._max_in_flight = schedule, most
 
 
 def _differing(found: list[list[int]], expected: list[list[int]]) -> list[int]:

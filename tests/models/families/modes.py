@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxengine import LLM, ConfigError
 
-EQUAL, NOTHING, NEVER = "equal", "did not happen", "never: its windows give back what they take"
+EQUAL, NOTHING = "equal", "did not happen"
 # Where the engine refuses chunks that are smaller.
 UNCUT, SEES_ALL = "never: its pictures are seen whole", "never: its tokens see later ones"
 FIRST = "compared with by the others"  # where nothing else is known
@@ -96,4 +96,4 @@ def ended(llm: LLM, verdict: str) -> str:
 
 def is_as_it_should_be(found: str) -> bool:
     """Whether a row needs no one's attention."""
-    return found in (EQUAL, f"not cached, {EQUAL}", NEVER, UNCUT, SEES_ALL) or found.startswith("not split")
+    return found in (EQUAL, f"not cached, {EQUAL}", UNCUT, SEES_ALL) or found.startswith("not split")
