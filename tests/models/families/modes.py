@@ -62,7 +62,7 @@ def started(chosen: dict[str, Any]) -> LLM:
     try:
         return LLM(**chosen)
     except ConfigError as error:
-        if error.param != "tensor_parallel_size" or "(tower." not in str(error):
+        if error.param != "tensor_parallel_size" or not re.search(r"\((sound_)?tower\.", str(error)):
             raise
         split = error
     try:
