@@ -191,8 +191,9 @@ tokens. "Error" is the largest difference divided by the largest logit; tests al
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
 benchmarks/results/families.json` measures it and also serves checkpoints from whole engines, with images and sounds in
 prompts where a model takes them: alone, in batches, in chunks, preempted, with prefix hits, on two devices, rounded to
-int8 and e4m3. The file says for which checkpoints and in which of these ways that was done; of architectures without an
-error here, it measured no logits. Tests compare all of them, and whole engines with images in
+int8 and e4m3. The answers of encoders and pooling models are compared alike, by their largest difference of the largest
+value. The file says for which checkpoints and in which of these ways that was done; of architectures without an error
+here, it measured no logits. Tests compare all of them, and whole engines with images in
 `tests/jaxengine/engine/test_pictures.py`, with sounds in `test_sounds.py` and `test_prompt_sounds.py` there.
 "Checkpoints" counts the recorded ones.
 

@@ -76,7 +76,7 @@ class CrossLayer(nnx.Module):
         cross = self.cross
         if not isinstance(cross, WithPictures):  # a step without images
             return x, kv
-        return lax.cond(cross.is_needed, lambda x: self._with_pictures(cross, x, step), lambda x: x, x), kv
+        return lax.cond(cross.is_needed[...], lambda x: self._with_pictures(cross, x, step), lambda x: x, x), kv
 
     def _with_pictures(self, cross: WithPictures, x: jax.Array, step: StepInputs) -> jax.Array:
         """Return x [T, D] plus gated cross-attention, then plus the gated MLP of that, in a step in which some token

@@ -39,6 +39,7 @@ class StepPictures(NamedTuple):
         attends to it and the one after the last, and its positions in use.
       sees: i32[T], what each token attends to: NOTHING for a sequence without images, BEFORE for a token before the
         first, else PICTURES.
+      is_needed: bool[], whether any token attends to images, of this replica or of another that it exchanges with.
       places: i32[T], positions of the tokens.
       cu_q_lens: i32[R + 1], index of the first token of each row.
       num_rows: i32[], rows in use.
@@ -51,6 +52,7 @@ class StepPictures(NamedTuple):
     ends: jax.Array
     positions: jax.Array
     sees: jax.Array
+    is_needed: jax.Array
     places: jax.Array
     cu_q_lens: jax.Array
     num_rows: jax.Array
@@ -97,18 +99,13 @@ class PictureAttention(nnx.Module):
 class WithPictures(nnx.Module):
     """PictureAttention of one layer together with the step's images."""
 
-    sees: Any
+    is_needed: Any
 
     def __init__(self, module: PictureAttention, step: StepPictures, layer: int):
         self.module = module
         for name, value in step._asdict().items():
             setattr(self, name, Given(value))
         self.layer = Given(jnp.int32(layer))  # an array: equal layers share a trace
-
-    @property
-    def is_needed(self) -> jax.Array:
-        """Flag bool[]: whether any token of the step attends to images."""
-        return (self.sees[...] > NOTHING).any()
 
     def __call__(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Return (the projected attention output [T, D], StepPictures.sees) of x [T, D]."""

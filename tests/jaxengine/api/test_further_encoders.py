@@ -14,7 +14,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.load import check_source
-from tests.fixtures.further_encoders import CASES, GOLDENS, PROMPTS, SHAPES, make_further_encoder
+from tests.fixtures.further_encoders import CASES, MEANS, NAME, SHAPES, make_further_encoder
+from tests.fixtures.pooled_prompts import pooled_prompts
 
 OPTIONS = {
     "dtype": "float32",
@@ -29,33 +30,23 @@ OPTIONS = {
 }
 # Frequencies and scales, projected states and inputs, and groups of layers come from nowhere else.
 ALWAYS = ("esm", "embedding_gemma2", "albert_groups")
-MEANS = ("esm", "eurobert_late", "eurobert_mean", "embedding_gemma2", "embedding_gemma2_text")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough("as others")) for name in CASES]
 )
 def test_answers_are_those_of_transformers(name, tmp_path, executables_dir):
-    kind = CASES[name][0]
-    raw = PoolingParams(use_activation=False) if kind.endswith("Classification") else None
-    task = {"ForSequenceClassification": "classify", "ForTokenClassification": "token_classify"}
     llm = LLM(str(make_further_encoder(tmp_path / "model", name)), **OPTIONS, compile_cache_dir=executables_dir)
-    pooling = next((task for end, task in task.items() if kind.endswith(end)), "embed")
-    found = llm.encode([*PROMPTS], raw, pooling_task=pooling, use_tqdm=False)
+    recorded = pooled_prompts(f"{NAME}/{name}")
+    params = [PoolingParams(**each.params) for each in recorded]
+    found = llm.encode([each.prompt for each in recorded], params, use_tqdm=False)
     pools_mean = llm.core.inputs.pooling.pooler.pooling_type == "MEAN"
     llm.shutdown()
     assert pools_mean == (name in MEANS)
-    with np.load(GOLDENS) as goldens:
-        for index, each in enumerate(found):
-            golden = goldens[f"{name}_{index}"]
-            if kind.endswith("ForMaskedLM"):
-                golden = np.log1p(np.maximum(golden, 0)).max(0)
-            elif pooling == "embed":
-                golden = golden.mean(0) if pools_mean else golden[0]
-                golden = golden / np.linalg.norm(golden)
-            ours = np.asarray(each.outputs.data)
-            assert ours.shape == golden.shape
-            assert np.abs(ours - golden).max() <= 1e-5 * max(1.0, np.abs(golden).max())
+    for each, known in zip(found, recorded, strict=True):
+        ours, golden = np.asarray(each.outputs.data), known.answer
+        assert ours.shape == golden.shape
+        assert np.abs(ours - golden).max() <= 1e-5 * max(1.0, np.abs(golden).max())
 
 
 def test_every_name_of_a_tensor_is_known(tmp_path):

@@ -13,12 +13,10 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from tests.fixtures.picture_cases import PICTURES
 from tests.fixtures.picture_checkpoints import picture
-from tests.fixtures.retrieval_models import CASES, GOLDENS, PALI_PROMPTS, WIDTH, make_retriever
-from tests.fixtures.unit_pictures import picture as square
+from tests.fixtures.retrieval_models import CASES, GOLDENS, MARK, WIDTH, make_retriever, prompts_of
 from tests.jaxengine.media.pictures import data_url, saved
 from tests.jaxengine.server.asgi_client import post
 
-MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 128,
@@ -52,22 +50,6 @@ def case(request, tmp_path_factory, executables_dir):
     llm = LLM(str(folder), **options, compile_cache_dir=executables_dir)
     yield request.param, llm
     llm.shutdown()
-
-
-def prompts_of(name):
-    """Prompts by name, as `encode` takes them."""
-    if name == "colpali":
-        shown = {key: [] if index is None else [square(index)] for key, (index, _) in PALI_PROMPTS.items()}
-        texts = {key: text for key, (_, text) in PALI_PROMPTS.items()}
-    else:
-        shown = {key: [picture(*part[1:]) for part in prompt if part[0] == "image"] for key, prompt in PICTURES.items()}
-        texts = {
-            key: "".join(part if isinstance(part, str) else MARK for part in prompt) for key, prompt in PICTURES.items()
-        }
-    return {
-        key: {"prompt": texts[key], "multi_modal_data": {"image": images}} if images else texts[key]
-        for key, images in shown.items()
-    }
 
 
 def test_embeddings_are_those_of_transformers(case, goldens):

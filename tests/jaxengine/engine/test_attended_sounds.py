@@ -28,11 +28,6 @@ def goldens(name: str) -> dict[str, np.ndarray]:
         return dict(found)
 
 
-def prompt(name: str, case: str) -> dict[str, Any]:
-    data = {"audio": (attended.sound_of(case), attended.RATE)}
-    return {"prompt_token_ids": attended.prompt_of(name), "multi_modal_data": data}
-
-
 def answers(llm: LLM, prompts: list[Any], **params: Any) -> list[Any]:
     params = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False, **params}
     return [output.outputs[0] for output in llm.generate(prompts, SamplingParams(**params), use_tqdm=False)]
@@ -42,7 +37,7 @@ def check_crowd(llm: LLM, name: str) -> None:
     """Tokens of many long requests for few pages and rows, some of which are therefore preempted."""
     wanted = {case: goldens(name)[f"{case}_tokens"].tolist() for case in attended.SOUNDS}
     crowd = [*attended.SOUNDS] * 4
-    found = answers(llm, [prompt(name, case) for case in crowd], max_tokens=40)
+    found = answers(llm, [attended.prompt_with_sound(name, case) for case in crowd], max_tokens=40)
     assert [list(each.token_ids)[:NEW_TOKENS] for each in found] == [wanted[case] for case in crowd]
     check_idle(llm)
 
@@ -74,7 +69,7 @@ def test_features_are_those_of_transformers(llm):
 def test_tokens_and_logits_are_those_of_transformers_alone_and_out_of_a_crowd(llm):
     recorded = goldens(llm.name)
     for case in attended.SOUNDS:
-        (found,) = answers(llm, [prompt(llm.name, case)], logprobs=2)
+        (found,) = answers(llm, [attended.prompt_with_sound(llm.name, case)], logprobs=2)
         assert list(found.token_ids) == recorded[f"{case}_tokens"].tolist()
         logits = recorded[f"{case}_logits"].astype(np.float64)
         wanted = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

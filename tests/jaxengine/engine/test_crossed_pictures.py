@@ -231,7 +231,11 @@ def compare(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         case = Case(name, Path(folder))
         for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
-            check(case, case.start(**options), 2)
+            llm = case.start(**options)
+            check(case, llm, 2)
+            # One device has a picture, and the other no request.
+            output = llm.generate(case.prompts[1], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0]
+            assert list(output.outputs[0].token_ids) == case.answers[1][:2]
 
 
 @pytest.mark.thorough("starts two engines over two devices")

@@ -30,25 +30,11 @@ OPTIONS: dict[str, Any] = {
 }
 # Two sounds for four slots, and pages for less than three transcripts.
 TIGHT = {"encoder_cache_size": 2, "num_gpu_blocks_override": 12}
-# Tokens of the prompts of recorded transcripts.
-KINDS = {"plain": 4, "translated": 4, "told": 11, "timed": 3}
 
 
 def goldens(name: str) -> dict[str, np.ndarray]:
     with np.load(whisper.golden_path(name)) as found:
         return dict(found)
-
-
-def cases(name: str) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Prompts with their sounds, and the tokens that follow."""
-    found, prompts, wanted = goldens(name), [], []
-    for case in "ab":
-        data = {"audio": (whisper.sound_of(name, case), whisper.RATE)}
-        for kind, count in KINDS.items():
-            ids = found[f"{case}_{kind}"].tolist()
-            prompts.append({"prompt_token_ids": ids[:count], "multi_modal_data": data})
-            wanted.append(ids[count:])
-    return prompts, wanted
 
 
 def answers(llm: LLM, prompts: list[Any]) -> list[list[int]]:
@@ -78,7 +64,7 @@ def llm(request, tmp_path_factory, executables_dir):
 
 
 def test_transcripts_are_those_of_transformers_out_of_a_crowd_in_a_small_pool(llm):
-    prompts, wanted = cases(llm.name)
+    prompts, wanted = whisper.transcripts(llm.name)
     assert answers(llm, prompts * 2) == wanted * 2
     assert answers(llm, prompts[:1]) == wanted[:1]
     check_idle(llm)
@@ -156,7 +142,7 @@ def test_a_long_sound_has_the_segments_and_times_of_transformers(llm):
     assert [len(each.tokens) for each in segments] == found["long_lengths"].tolist()
     assert [token for each in segments for token in each.tokens] == found["long_tokens"].tolist()
     np.testing.assert_allclose([(each.start, each.end) for each in segments], found["long_times"], atol=1e-9)
-    times = times_of(llm, windows, cases(llm.name)[0])
+    times = times_of(llm, windows, whisper.transcripts(llm.name)[0])
     np.testing.assert_allclose(times, found["long_token_times"], atol=1e-4)
     assert len(set(times)) > 20
     runner, config = llm.core.runner, llm.core.config
@@ -220,7 +206,7 @@ def test_what_a_sound_or_an_option_must_not_be(llm):
 def compare_on_two_devices(folder: str) -> None:
     name = "whisper_sound"
     model = whisper.whole_checkpoint(name, Path(folder))
-    prompts, wanted = cases(name)
+    prompts, wanted = whisper.transcripts(name)
     for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
         llm = LLM(str(model), **OPTIONS, **TIGHT, **options)
         assert answers(llm, prompts) == wanted, options

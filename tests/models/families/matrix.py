@@ -4,7 +4,8 @@
 
 First the logits, of whole prompts of text and in chunks: the largest difference, of the largest logit. With `--only
 logits` nothing else. Then engines, of models that see or hear with their towers, and with the pictures and sounds of
-tests/fixtures/recorded_prompts.py in their prompts.
+tests/fixtures/recorded_prompts.py in their prompts. Encoders and pooling models, whose names have the fixture's in
+front (encoders/bert, tests/fixtures/pooled_prompts.py), are examined by pooled_matrix.py. No NAME: all of them.
 
 The first engine serves the recorded prompts one by one, greedily, whose tokens must be those that transformers goes on
 with, and twenty others, greedy and seeded, of which some begin as the recorded ones do. All other modes must give the
@@ -25,7 +26,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import sys
 import tempfile
 import traceback
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from jaxengine import LLM, ConfigError, SamplingParams
+from jaxengine import LLM, SamplingParams
 from jaxengine.media.open import open_processor
 from jaxengine.models.build import Build
 from jaxengine.models.cache import paged_groups
@@ -48,11 +48,28 @@ from jaxengine.tokens.tokenizer import Tokenizer
 from tests.conftest import use_scheduler
 from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER
+from tests.fixtures.pooled_prompts import POOLED
 from tests.fixtures.recorded_prompts import WITH_MEDIA, Recorded, least_options, recorded_prompts, write_whole
 from tests.models.conftest import PagedRun, load_recorded
+from tests.models.families.modes import (
+    EQUAL,
+    FIRST,
+    MODES,
+    NOTHING,
+    POOLS,
+    ROUNDED,
+    SCHEDULED,
+    UNCUT,
+    Found,
+    ended,
+    in_modes,
+    is_as_it_should_be,
+)
+from tests.models.families.pooled_matrix import examine_pooled
 
 NUM_OTHERS = 20
 PAGE_SIZE = 4
+PREEMPT_AFTER = 6  # steps
 TOLERANCE = 1e-4
 
 
@@ -73,39 +90,6 @@ def options(length: int, windows: list[int | None], chunk: int = 32, *, requests
 def pages_for(length: int, windows: list[int | None], chunk: int, requests: float) -> int:
     """Pages of so many requests, and a few more."""
     return int(requests * most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk)) + 4
-
-
-EQUAL, NOTHING, NEVER = "equal", "did not happen", "never: its windows give back what they take"
-UNCUT = "never: its pictures are seen whole"  # and the engine refuses chunks that are smaller
-FIRST = "compared with by the others"  # where nothing else is known
-# What makes requests give way depends on how much of them windows and states give back: pages of so many requests.
-POOLS = (1.5, 2, 1, 1.25, 3, 1.1, 1.4, 1.7, 2.5, 4)
-SCHEDULED: dict[str, dict[str, Any]] = {
-    "chunks of 5": {"long_prefill_token_threshold": 5},
-    "chunks of 16": {"long_prefill_token_threshold": 16},
-}
-MODES: dict[str, dict[str, Any]] = {
-    "chunks of 512": {"chunk": 512},
-    "tp 2": {"tensor_parallel_size": 2},
-    "pp 2": {"pipeline_parallel_size": 2},
-    "dp 2": {"data_parallel_size": 2},
-    "ep 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-}
-ROUNDED = {"int8": {"quantization": "int8"}, "e4m3": {"quantization": "fp8"}}
-
-# Why a model cannot be split, by the option that asks for it, as the engine says it.
-NOT_SPLIT = {
-    "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over ",
-    "pipeline_parallel_size": r"at most \d+ layers$|^the first \d+ layers add parts "
-    r"|^layer \d+ attends to keys (and values|as selected by the indexer) of layer ",
-    "enable_expert_parallel": r"allowed: False: \w+ has no experts$",
-}
-
-
-def is_not_split(error: ValueError, changes: dict[str, Any]) -> bool:
-    """Whether an engine says with it that the model cannot be split as a mode's options ask."""
-    param = error.param if isinstance(error, ConfigError) else ""
-    return param in changes and re.search(NOT_SPLIT.get(param, "$^"), str(error)) is not None
 
 
 class Workload:
@@ -133,12 +117,16 @@ class Workload:
 
     @classmethod
     def of_media(cls, recorded: list[Recorded]) -> Workload:
-        """With the recorded texts, which then go on, and their pictures and sounds."""
-        others, further = [], [" w7" * (index // len(recorded)) for index in range(NUM_OTHERS)]
-        for index, text in enumerate(further):
-            prompt = recorded[index % len(recorded)].prompt
-            others.append({**prompt, "prompt": prompt["prompt"] + text})
-        return cls(recorded, others, max(len(each.token_ids) for each in recorded) + len(further[-1]))
+        """With the recorded texts or token ids, which then go on, and their pictures and sounds."""
+        others: list[dict[str, Any]] = []
+        for index in range(NUM_OTHERS):
+            prompt, times = recorded[index % len(recorded)].prompt, index // len(recorded)
+            ids = prompt.get("prompt_token_ids")
+            more = (
+                {"prompt": prompt["prompt"] + " w7" * times} if ids is None else {"prompt_token_ids": ids + [7] * times}
+            )
+            others.append({**prompt, **more})
+        return cls(recorded, others, max(len(each.token_ids) for each in recorded) + 3 * times)
 
     @staticmethod
     def _params(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:
@@ -176,8 +164,13 @@ def logits_error(name: str) -> float:
     return worst
 
 
-def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
-    """What came out in each mode: "equal", "not split" and why, "refused" and why, or what differs."""
+def examine(name: str, cache: str, only: list[str]) -> Found:
+    """What came out of a recorded checkpoint in each mode."""
+    # Of those that hear, and of those that attend to what a tower makes, no logits of texts are recorded.
+    error = logits_error(name) if (FOLDER / name / "golden.npz").exists() else None
+    architecture = read_folder(FOLDER / name).architecture
+    if only == ["logits"]:
+        return Found(architecture, error, {})
     with tempfile.TemporaryDirectory() as temporary:
         model = write_whole(name, Path(temporary))
         config, more = read_folder(model), dict[str, Any](least_options(name), compile_cache_dir=cache)
@@ -191,11 +184,11 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
             more["skip_tokenizer_init"] = True
             if config.tower is not None and not config.tower.crosses:  # its processor has no settings here
                 more["language_model_only"] = True
-        return serve(model, workload, length, more, only)
+        return Found(architecture, error, serve(model, workload, length, more, only))
 
 
 def serve(model: Path, workload: Workload, length: int, more: dict[str, Any], only: list[str]) -> dict[str, str]:
-    """Serve a workload in each mode; return what came out, as `examine` does. more: options of all engines."""
+    """Serve a workload in each mode; return what came out (Found.modes). more: options of all engines."""
     config, shared = read_folder(model), {"model": str(model), **more}
     if config.keeps_states:
         shared["num_state_snapshots"] = 24
@@ -210,42 +203,25 @@ def serve(model: Path, workload: Workload, length: int, more: dict[str, Any], on
     rows = {"alone": _verdict(workload.wrong(expected)) if any(workload.greedy) else FIRST}
     if not only or "preempted" in only:
         rows |= _crowded(first, workload, expected, small)
-        if rows["preempted"] == NOTHING and windows and None not in windows:
-            rows["preempted"] = NEVER
+        if rows["preempted"] == NOTHING:
+            rows["preempted"] = _verdict(_differing(_interrupted(first, workload), expected))
     for mode, changes in SCHEDULED.items():
         if first.core.engine.runner.config.whole_pictures:
             rows[mode] = UNCUT
         elif not only or mode in only:
             use_scheduler(first, num_pages=small[0], **changes)
             rows[mode] = _verdict(_differing(workload.run(first), expected))
-    rows["alone"] = _ended(first, rows["alone"])
-    for mode, changes in (MODES | ROUNDED).items():
-        if only and mode not in only:
+    rows["alone"] = ended(first, rows["alone"])
+    for mode, llm in in_modes(lambda least: options(length, windows, max(chunk, least)) | shared, only):
+        if isinstance(llm, str):
+            rows[mode] = llm
             continue
-        own = dict(changes)
-        own |= options(length, windows, max(chunk, own.pop("chunk", 32)))
-        try:
-            llm = started(own | shared)
-        except ValueError as error:  # a ConfigError is one, and any refusal is a row
-            rows[mode] = f"{'not split' if is_not_split(error, changes) else 'refused'}: {error}"[:200]
-            continue
+        wanted = expected
         if mode in ROUNDED:
             wanted = workload.run(llm, alone=True)
             use_scheduler(llm)  # without the prefixes of these
-        else:
-            wanted = expected
-        rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), wanted)))
+        rows[mode] = ended(llm, _verdict(_differing(workload.run(llm), wanted)))
     return rows
-
-
-def started(chosen: dict[str, Any]) -> LLM:
-    """An engine; on two devices with a whole tower on each, if only the rest of the model can be split."""
-    try:
-        return LLM(**chosen)
-    except ConfigError as error:
-        if error.param != "tensor_parallel_size" or "(tower." not in str(error):
-            raise
-    return LLM(**chosen, mm_encoder_tp_mode="data")
 
 
 def _crowded(llm: LLM, workload: Workload, expected: list[list[int]], pools: list[int]) -> dict[str, str]:
@@ -270,11 +246,27 @@ def _crowded(llm: LLM, workload: Workload, expected: list[list[int]], pools: lis
     return rows
 
 
-def _ended(llm: LLM, verdict: str) -> str:
-    """The verdict on an engine that has served, which ends here."""
-    compilations = llm.core.engine.runner.compiles.count
-    llm.shutdown()
-    return f"{compilations} compilations while serving" if compilations else verdict
+def _interrupted(llm: LLM, workload: Workload) -> list[list[int]]:
+    """What follows the prompts when everything that runs is preempted again and again, each time a step later: for
+    models whose windows give back what they take, or of which few requests run at once, so that no pool is too small.
+    """
+    scheduler, engine = use_scheduler(llm), llm.core.engine
+    schedule, most = scheduler.schedule, engine._max_in_flight
+    left = pause = PREEMPT_AFTER
+
+    def preempting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left, pause
+        left -= 1
+        if left < 0:
+            scheduler.preempt_all()
+            left = pause = pause + 1
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule, engine._max_in_flight = preempting, 1  # no step is in flight when another is scheduled
+    try:
+        return workload.run(llm)
+    finally:
+        scheduler.schedule, engine._max_in_flight = schedule, most
 
 
 def _differing(found: list[list[int]], expected: list[list[int]]) -> list[int]:
@@ -299,31 +291,26 @@ def main() -> int:
 
 def _run(args: argparse.Namespace) -> bool:
     """Whether anything was not as it should be."""
-    names = args.names or sorted(path.parent.name for path in FOLDER.glob("*/golden.npz"))
+    recorded = {path.parent.name for path in FOLDER.glob("*/golden.npz")} | {*WITH_MEDIA}
     bad = False
-    for name in names:
-        # Of those that hear, no logits of texts are recorded.
-        errors = [logits_error(name)] if (FOLDER / name / "golden.npz").exists() else []
+    for name in args.names or (*sorted(recorded), *POOLED):
         try:
-            modes = examine(name, args.executables, args.only) if args.only != ["logits"] else {}
+            found = (examine_pooled if name in POOLED else examine)(name, args.executables, args.only)
         except Exception:  # of one checkpoint: the others are examined all the same
             traceback.print_exc()
             bad = True
             continue
-        bad |= any(error > TOLERANCE for error in errors)
-        bad |= any(
-            found not in (EQUAL, f"not cached, {EQUAL}", NEVER, UNCUT) and not found.startswith("not split")
-            for found in modes.values()
-        )
-        found = [*(f"logits {error:.1e}" for error in errors), *(f"{mode} {each}" for mode, each in modes.items())]
-        print(f"{name}: {', '.join(found)}", flush=True)
+        bad |= found.error is not None and found.error > TOLERANCE
+        bad |= not all(map(is_as_it_should_be, found.modes.values()))
+        shown = [f"error {found.error:.1e}"] if found.error is not None else []
+        print(f"{name}: {', '.join(shown + [f'{mode} {each}' for mode, each in found.modes.items()])}", flush=True)
         if args.json:
             known = json.loads(args.json.read_text()) if args.json.exists() else {}
             row = known.setdefault(name, {"modes": {}})
-            row["architecture"] = read_folder(FOLDER / name).architecture
-            row["modes"] |= modes
-            if errors:
-                row["error"] = float(f"{errors[0]:.1e}")
+            row["architecture"] = found.architecture
+            row["modes"] |= found.modes
+            if found.error is not None:
+                row["error"] = float(f"{found.error:.1e}")
             args.json.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     return bad
 

@@ -29,7 +29,9 @@ import numpy as np
 
 from tests.fast_compile import fast_compile
 from tests.fixtures import quantized_models
-from tests.models.families.matrix import EQUAL, NEVER, Workload, serve
+from tests.fixtures.recorded_prompts import Recorded
+from tests.models.families.matrix import Workload, serve
+from tests.models.families.modes import MODES, SCHEDULED, is_as_it_should_be
 from tests.models.quantization.emulation import decoder_of, settled
 
 LENGTH, LAYERS, COUNT = 64, 2, 16
@@ -41,8 +43,11 @@ def examine(name: str, cache: str, *, experts: bool) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = quantized_models.write(Path(temporary), name, experts=experts, num_layers=LAYERS)
         reference, vocab_size = decoder_of(folder), quantized_models.CONFIG["vocab_size"]
-        prompts, greedy = zip(*(settled(reference, rng, length, COUNT) for length in (29, 9)), strict=True)
-        return serve(folder, Workload(list(prompts), list(greedy), LENGTH, vocab_size), LENGTH, cache, [])
+        known = [settled(reference, rng, length, COUNT) for length in (29, 9)]
+        recorded = [Recorded({"prompt_token_ids": prompt}, prompt, greedy) for prompt, greedy in known]
+        workload = Workload.of_tokens(recorded, LENGTH, vocab_size)
+        more = {"compile_cache_dir": cache, "skip_tokenizer_init": True}
+        return serve(folder, workload, LENGTH, more, ["preempted", *SCHEDULED, *MODES])  # and not rounded once more
 
 
 def main() -> int:
@@ -60,10 +65,8 @@ def main() -> int:
             row = f"{name}, experts" if args.experts else name
             for mode, found in rows.items():
                 # Inputs that are rounded by so many: docs/quantization.md.
-                is_refused = found.startswith("not split") or (
-                    mode[:3] in ("tp ", "ep ") and "cannot be split over" in found
-                )
-                bad |= found not in (EQUAL, NEVER) and not is_refused
+                is_refused = mode[:3] in ("tp ", "ep ") and "cannot be split over" in found
+                bad |= not is_as_it_should_be(found) and not is_refused
             print(row, *(f"{mode} {found}" for mode, found in rows.items()), sep=", ", flush=True)
             if args.json:
                 known: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}

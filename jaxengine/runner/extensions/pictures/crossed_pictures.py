@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxengine.models.causal_lm import CausalLM
-from jaxengine.models.layers.attention.cross_pictures import CrossPictures, StepPictures, what_is_seen
+from jaxengine.models.layers.attention.cross_pictures import NOTHING, CrossPictures, StepPictures, what_is_seen
 from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.extension import (
     EVERYWHERE,
@@ -27,6 +27,7 @@ from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
 from jaxengine.runner.programs.state_changes import own_slot
 from jaxengine.scheduler.base.media import Media
+from jaxengine.sharding.collectives import any_device
 from jaxengine.sharding.rules import logical_to_spec
 
 NAME, SEEN = "crossed_pictures", "crossed pictures of slots"
@@ -92,11 +93,14 @@ class CrossedPicturesExtension(CrossingExtension):
             ends=fields[:, 2],
             positions=fields[:, 3],
             sees=jnp.zeros_like(step.batch.positions),
+            is_needed=jnp.bool_(False),
             places=step.batch.positions,
             cu_q_lens=ragged.cu_q_lens,
             num_rows=ragged.num_seqs,
         )
-        pictures = pictures._replace(sees=what_is_seen(pictures, step.token_row, step.is_token))
+        sees = what_is_seen(pictures, step.token_row, step.is_token)
+        # Layers exchange tokens with replicas whose rows have no images.
+        pictures = pictures._replace(sees=sees, is_needed=any_device((sees > NOTHING).any()))
         return step.with_section(NAME, CrossPictures(pictures, self.tower.layers))
 
     def on_host(self, runner: Any) -> HostExtension:
