@@ -96,7 +96,7 @@ class ErnieVLTower(Qwen2VLTower):
 
 
 class ResamplerMLP(nnx.Module):
-    """MLP norm(fc2(gelu(fc1(x)))), in_size -> size. eps: epsilon of the norm. source: prefix of its modules' numbers."""
+    """MLP norm(fc2(gelu(fc1(x)))), in_size -> size. eps: of the norm. source: prefix of its modules' numbers."""
 
     def __init__(self, in_size: int, size: int, eps: float, source: str, build: Build):
         self.fc1 = linear(in_size, f"{source}.0", size, ("embed", "ffn"), build)
