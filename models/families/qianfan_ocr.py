@@ -21,6 +21,7 @@ class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
         prefixes=(
             (f"model.{TOWER}.layers.", f"{TOWER}.encoder.layer."),
             ("vision_model.layernorm.", f"{TOWER}.layernorm."),
+            ("vision_model.embeddings.mask_token", f"{TOWER}.embeddings.mask_token"),
             # transformers also renames the text's layers so when it writes the tower's original names.
             ("language_model.model.encoder.layers.", "model.layers."),
             *_NAMES.prefixes,

@@ -24,7 +24,7 @@ from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, in_turn, tower_axis
-from jaxengine.models.vision.base.vit import attend_units, table
+from jaxengine.models.vision.base.vit import attend_units, heads_of, table
 
 EPS = 1e-5
 # transformers' sizes of an encoder as that of Whisper's large models, for fields that a file lacks.
@@ -43,6 +43,7 @@ _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 class EncoderSizes:
     """Sizes of an encoder: S positions of a window, half as many as it has frames; F bins; D elements; layers, heads
     and inner elements of the MLPs, and a name of jaxengine.models.layers.base.activations.ACTIVATIONS for these.
+    num_kv_heads: heads of keys and values, a divisor of num_heads; None for num_heads.
     """
 
     num_positions: int
@@ -52,6 +53,7 @@ class EncoderSizes:
     num_heads: int
     intermediate_size: int
     activation: str = "gelu"
+    num_kv_heads: int | None = None
 
     @property
     def activate(self) -> Callable[[jax.Array], jax.Array]:
@@ -150,15 +152,11 @@ class EncoderLayer(nnx.Module):
         self.head_dim = size // sizes.num_heads
         attention, heads = f"{source}.self_attn", tower_axis("heads", build)
 
-        def project(name: str, *, bias: bool) -> Linear:
-            own = (Source(f"{attention}.{name}", size, group=self.head_dim),)
-            return Linear(size, own, axes=("embed", heads), bias=bias, build=build)
+        def project(own: Source, *, bias: bool) -> Linear:
+            return Linear(size, (own,), axes=("embed", heads), bias=bias, build=build)
 
-        self.q, self.k, self.v = (
-            project("q_proj", bias=True),
-            project("k_proj", bias=key_bias),
-            project("v_proj", bias=True),
-        )
+        q, k, v = heads_of(attention, sizes.num_heads, sizes.num_kv_heads or sizes.num_heads, self.head_dim)
+        self.q, self.k, self.v = project(q, bias=True), project(k, bias=key_bias), project(v, bias=True)
         out = (Source(f"{source}.{names.out}", size),)
         self.out = Linear(size, out, axes=(heads, "embed"), bias=True, build=build)
         self.attention_norm = LayerNorm(size, EPS, source=f"{source}.{names.attention_norm}", build=build)

@@ -51,14 +51,16 @@ class GlmAsrTowerConfig(TowerConfig):
 def read_glmasr(fields: ConfigFields) -> GlmAsrTowerConfig:
     """Return the tower's configuration from a config.json. A window has 2 * max_position_embeddings frames.
 
-    Raises ModelConfigError for wrong fields, and for heads that do not divide the size, other numbers of key heads than
-    of heads, an inner size other than that of the joined positions, and ropes other than the plain one.
+    Raises ModelConfigError for wrong fields, and for heads that do not divide the size, key heads that do not divide
+    the heads, an inner size other than that of the joined positions, and ropes other than the plain one.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     size, heads = audio.integer("hidden_size"), audio.integer("num_attention_heads")
     if size % heads:
         raise audio.fail("num_attention_heads", f"a divisor of hidden_size {size}")
-    audio.require(num_key_value_heads=heads, head_dim=size // heads)
+    if heads % (kv_heads := audio.integer("num_key_value_heads", heads)):
+        raise audio.fail("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    audio.require(head_dim=size // heads)
     if audio.integer("intermediate_size") != _JOINED * size:
         raise audio.fail("intermediate_size", f"{_JOINED * size}, the size of {_JOINED} joined positions")
     if (positions := audio.integer("max_position_embeddings")) % _JOINED or positions > MAX_WINDOW:
@@ -76,6 +78,7 @@ def read_glmasr(fields: ConfigFields) -> GlmAsrTowerConfig:
             size=size,
             num_layers=audio.integer("num_hidden_layers"),
             num_heads=heads,
+            num_kv_heads=kv_heads,
             intermediate_size=_JOINED * size,
             activation=read_activation(audio, "hidden_act"),
         ),

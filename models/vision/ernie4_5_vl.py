@@ -16,7 +16,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.base.norm import LayerNorm, RMSNorm
 from jaxengine.models.vision.base.vit import linear
-from jaxengine.models.vision.qwen2_vl import EPS, VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
+from jaxengine.models.vision.qwen2_vl import VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
 
 RESAMPLER = "resampler_model"
 # transformers' defaults of token ids around and in place of images and videos.
@@ -44,10 +44,12 @@ class ErnieVLTowerConfig(Qwen2VLTowerConfig):
     """Sizes of the tower, in addition to Qwen2-VL's.
 
     Attributes:
+      norm_eps: epsilon of layer norms.
       last_eps: epsilon of the resampler's RMS norm, the text's.
       tokens: names, transformers' fields in config.json, and ids of tokens around and in place of images and videos.
     """
 
+    norm_eps: float
     last_eps: float
     tokens: tuple[tuple[str, int], ...]
 
@@ -59,12 +61,12 @@ def read_ernie4_5_vl(fields: ConfigFields, text: ConfigFields) -> ErnieVLTowerCo
     """Return the tower's configuration from a config.json. text: fields of its text part.
 
     The resampler's sizes may be in vision_config, as transformers writes them, or outside, as published. Raises
-    ModelConfigError for wrong fields, for an epsilon of norms other than 1e-6, and unless two frames are joined.
+    ModelConfigError for wrong fields, and unless two frames are joined.
     """
     vision = fields.part(
         "vision_config", depth=32, hidden_size=1280, num_heads=16, patch_size=14, hidden_act="quick_gelu"
     )
-    vision.require(rms_norm_eps=EPS, temporal_merge_size=2, attn_sep=False)
+    vision.require(temporal_merge_size=2, attn_sep=False)
     merge = vision.integer("spatial_merge_size", 2)
     fields.require(spatial_conv_size=merge, temporal_conv_size=2, use_temporal_conv=True)
     vision.require(temporal_patch_size=1)
@@ -73,6 +75,7 @@ def read_ernie4_5_vl(fields: ConfigFields, text: ConfigFields) -> ErnieVLTowerCo
     inner = vision.integer("intermediate_size", int(sizes["hidden_size"] * ratio))
     return ErnieVLTowerConfig(
         intermediate_size=inner,
+        norm_eps=vision.number("rms_norm_eps", 1e-6),
         last_eps=text.number("rms_norm_eps"),
         tokens=tuple(_read_tokens(fields).items()),
         **sizes,
@@ -84,18 +87,21 @@ class ErnieVLTower(Qwen2VLTower):
 
     config: ErnieVLTowerConfig
 
+    def _norm(self, source: str, build: Build, size: int | None = None) -> nnx.Module:
+        return LayerNorm(size or self.config.hidden_size, self.config.norm_eps, source=source, build=build)
+
     def make_merger(self, hidden_size: int, names: tuple[str, str, str], build: Build, *, joined: bool = False) -> Any:
         """Return the resampler. names, joined: not used."""
         return Resampler(self.config, hidden_size, build)
 
 
 class ResamplerMLP(nnx.Module):
-    """MLP norm(fc2(gelu(fc1(x)))), in_size -> size. source: its modules are numbered after it."""
+    """MLP norm(fc2(gelu(fc1(x)))), in_size -> size. eps: of the norm. source: prefix of its modules' numbers."""
 
-    def __init__(self, in_size: int, size: int, source: str, build: Build):
+    def __init__(self, in_size: int, size: int, eps: float, source: str, build: Build):
         self.fc1 = linear(in_size, f"{source}.0", size, ("embed", "ffn"), build)
         self.fc2 = linear(size, f"{source}.2", size, ("ffn", "embed"), build)
-        self.norm = LayerNorm(size, EPS, source=f"{source}.3", build=build)
+        self.norm = LayerNorm(size, eps, source=f"{source}.3", build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return norm(fc2(gelu(fc1(x)))) for x [R, in_size]: [R, size], with the activation in float32."""
@@ -108,10 +114,10 @@ class Resampler(nnx.Module):
     """
 
     def __init__(self, config: ErnieVLTowerConfig, hidden_size: int, build: Build):
-        size, self.width = config.hidden_size, config.hidden_size * config.merge
-        self.first_norm = LayerNorm(size, EPS, source=f"{VISUAL}.ln", build=build)
-        self.spatial = ResamplerMLP(self.width, self.width, f"{RESAMPLER}.spatial_linear", build)
-        self.temporal = ResamplerMLP(2 * self.width, self.width, f"{RESAMPLER}.temporal_linear", build)
+        size, self.width, eps = config.hidden_size, config.hidden_size * config.merge, config.norm_eps
+        self.first_norm = LayerNorm(size, eps, source=f"{VISUAL}.ln", build=build)
+        self.spatial = ResamplerMLP(self.width, self.width, eps, f"{RESAMPLER}.spatial_linear", build)
+        self.temporal = ResamplerMLP(2 * self.width, self.width, eps, f"{RESAMPLER}.temporal_linear", build)
         self.proj = linear(self.width, f"{RESAMPLER}.mlp", hidden_size, ("embed", "embed"), build)
         self.last_norm = RMSNorm(hidden_size, config.last_eps, source=f"{RESAMPLER}.after_norm", build=build)
 

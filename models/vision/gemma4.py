@@ -34,7 +34,7 @@ from jaxengine.models.vision.base.layers import (
     rope_frequencies,
     tower_axis,
 )
-from jaxengine.models.vision.base.vit import table
+from jaxengine.models.vision.base.vit import heads_of, table
 
 TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
@@ -69,6 +69,7 @@ class Gemma4TowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads, head_dim, norm_eps, theta: sizes of the tower's layers.
+      num_kv_heads: heads of keys and values; it divides num_heads.
       activation: a name of jaxengine.models.layers.base.activations.ACTIVATIONS, for MLPs.
       patch_size: pixels of a patch's side.
       temporal_patch_size: frames of a patch.
@@ -83,6 +84,7 @@ class Gemma4TowerConfig(TowerConfig):
     intermediate_size: int
     num_layers: int
     num_heads: int
+    num_kv_heads: int
     head_dim: int
     activation: str
     norm_eps: float
@@ -108,7 +110,8 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
     """
     vision = fields.part("vision_config", **DEFAULTS)
     heads, head_dim = vision.integer("num_attention_heads"), vision.integer("head_dim")
-    vision.require(num_key_value_heads=heads)
+    if heads % (kv_heads := vision.integer("num_key_value_heads")):
+        raise vision.fail("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
     if head_dim % 4:
         raise vision.fail("head_dim", "a multiple of 4: halves are rotated by columns and rows")
     for name, most in _LIMITS.items():
@@ -127,6 +130,7 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
         intermediate_size=vision.integer("intermediate_size"),
         num_layers=vision.integer("num_hidden_layers"),
         num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         activation=read_activation(vision, "hidden_activation"),
         norm_eps=vision.number("rms_norm_eps"),
@@ -165,18 +169,18 @@ class ClippedLinear(nnx.Module):
 class Products(nnx.Module):
     """Products of one input, side by side: one matrix for all, or one for each if they have limits.
 
-    sources: (module, number of outputs, number of outputs that stay on one device) of each product.
+    sources: of each product, named within a layer.
     """
 
     def __init__(
         self,
         config: Gemma4TowerConfig,
         in_size: int,
-        sources: Sequence[tuple[str, int, int]],
+        sources: Sequence[Source],
         axes: tuple[str, str],
         build: Build,
     ):
-        parts = [Source(f"{LAYER}.{name}.linear", rows, group=group) for name, rows, group in sources]
+        parts = [each._replace(name=f"{LAYER}.{each.name}.linear") for each in sources]
         split = tower_axis(axes[0], build), tower_axis(axes[1], build)
         joined: list[nnx.Module] = []
         if config.clipped:
@@ -199,9 +203,9 @@ class Gemma4TowerAttention(nnx.Module):
     def __init__(self, config: Gemma4TowerConfig, build: Build):
         size, head_dim = config.hidden_size, config.head_dim
         inner = config.num_heads * head_dim
-        qkv = [(f"self_attn.{name}_proj", inner, head_dim) for name in "qkv"]
+        qkv = heads_of("self_attn", config.num_heads, config.num_kv_heads, head_dim)
         self.qkv = Products(config, size, qkv, ("embed", "heads"), build)
-        self.out = Products(config, inner, [("self_attn.o_proj", size, 1)], ("heads", "embed"), build)
+        self.out = Products(config, inner, [Source("self_attn.o_proj", size)], ("heads", "embed"), build)
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, config.norm_eps, source=f"{LAYER}.self_attn.{name}_norm", build=build) for name in "qk"
         )
@@ -233,9 +237,9 @@ class Gemma4TowerMLP(nnx.Module):
 
     def __init__(self, config: Gemma4TowerConfig, build: Build):
         size, ffn = config.hidden_size, config.intermediate_size
-        gate_up = [(f"mlp.{name}_proj", ffn, 1) for name in ("gate", "up")]
+        gate_up = [Source(f"mlp.{name}_proj", ffn) for name in ("gate", "up")]
         self.up = Products(config, size, gate_up, ("embed", "ffn"), build)
-        self.down = Products(config, ffn, [("mlp.down_proj", size, 1)], ("ffn", "embed"), build)
+        self.down = Products(config, ffn, [Source("mlp.down_proj", size)], ("ffn", "embed"), build)
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -18,9 +18,18 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.vision.base.clip import ClipEncoder
-from jaxengine.models.vision.base.vit import VitTowerConfig, joined_neighbours, linear, read_merge, read_vit
+from jaxengine.models.vision.base.vit import (
+    VitTowerConfig,
+    joined_neighbours,
+    linear,
+    read_deepstack,
+    read_merge,
+    read_vit,
+)
 from jaxengine.models.vision.idefics3 import CONNECTOR, TOWER
 
+_COARSE = f"{CONNECTOR}.coarse"
+_MERGERS = f"{_COARSE}.deepstack_mergers"
 _MOST_FREQUENCY = 10000.0
 _EPS = 1e-5
 # transformers' defaults of fields that a file lacks.
@@ -44,12 +53,18 @@ class GraniteDoclingTowerConfig(VitTowerConfig):
     Attributes:
       scale_factor: number of patches along a side of the square that becomes one embedding.
       deepstack_layers: ascending indices of the layers whose outputs become further parts of an embedding.
+      num_mergers: number of mergers for DeepStack in the checkpoint, of which the first are of these layers.
       multiplier: factor of the first part of an embedding.
     """
 
     scale_factor: int
     deepstack_layers: tuple[int, ...]
+    num_mergers: int
     multiplier: float = 1.0
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return tuple(f"{_MERGERS}.{number}." for number in range(len(self.deepstack_layers), self.num_mergers))
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return GraniteDoclingTower(self, hidden_size, build)
@@ -60,30 +75,24 @@ def read_granite_docling(fields: ConfigFields, hidden_size: int, multiplier: flo
     embeddings by `multiplier`.
 
     Raises ModelConfigError for wrong fields, if `out_hidden_size` (default: 1024) differs from hidden_size, a multiple
-    of 4, if `scale_factor` (default: 4) does not divide the number of patches along a tile's side, and if
-    `deepstack_visual_indexes` (default: 3, 7 and 10) are not ascending layers.
+    of 4, and if `scale_factor` (default: 4) does not divide the number of patches along a tile's side.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     if vision.integer("out_hidden_size", _OUT_SIZE) != hidden_size or hidden_size % 4:
         raise vision.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}, and a multiple of 4")
     vit = read_vit(vision)
     factor = read_merge(vision, "scale_factor", vision.integer("scale_factor", _SCALE), vit)
-    layers = vision.value("deepstack_visual_indexes", _DEEPSTACK)
-    if (
-        not isinstance(layers, list)
-        or any(type(layer) is not int or not 0 <= layer < vit.num_layers for layer in layers)
-        or sorted({*layers}) != layers
-    ):
-        raise vision.fail("deepstack_visual_indexes", f"ascending layers from 0 to {vit.num_layers - 1}")
+    layers, used = read_deepstack(vision, _DEEPSTACK, vit.num_layers)
     return GraniteDoclingTowerConfig(
         num_features=vit.num_features,
         columns=(),
         merge=factor**2,
         unit=vit.num_patches,
-        num_parts=1 + len(layers),
+        num_parts=1 + len(used),
         vit=vit,
         scale_factor=factor,
-        deepstack_layers=tuple(layers),
+        deepstack_layers=used,
+        num_mergers=len(layers),
         multiplier=multiplier,
     )
 
@@ -111,7 +120,7 @@ class GraniteDoclingTower(nnx.Module):
     """
 
     def __init__(self, config: GraniteDoclingTowerConfig, hidden_size: int, build: Build):
-        vit, path = config.vit, f"{CONNECTOR}.coarse"
+        vit = config.vit
         self.config = config
         wanted = (vit.num_layers, *(layer + 1 for layer in config.deepstack_layers))
         self.encoder = ClipEncoder(vit, wanted, TOWER, build)
@@ -120,10 +129,10 @@ class GraniteDoclingTower(nnx.Module):
             LayerNorm(vit.hidden_size, eps, source=source, build=build)
             for eps, source in ((vit.norm_eps, f"{TOWER}.post_layernorm"), (_EPS, f"{CONNECTOR}.ln_in"))
         )
-        self.projection = linear(joined, f"{path}.projection", hidden_size, ("embed", "embed"), build, bias=False)
+        self.projection = linear(joined, f"{_COARSE}.projection", hidden_size, ("embed", "embed"), build, bias=False)
         self.mergers = nnx.List(
-            DeepStackMerger(joined, hidden_size, f"{path}.deepstack_mergers.{number}", build)
-            for number in range(len(config.deepstack_layers))
+            DeepStackMerger(joined, hidden_size, f"{_MERGERS}.{number}", build)
+            for number in range(config.num_parts - 1)
         )
         self.norm_between, self.norm_out = (
             LayerNorm(hidden_size, _EPS, source=f"{CONNECTOR}.{name}", build=build) for name in ("ln_mid", "ln_out")

@@ -21,8 +21,10 @@ from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_layer_
 
 # Prefixes in the model's names of tensors; some of a checkpoint's names have more before them.
 TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
-# The positions of a unit that are used: all but the class token of CLIP, all of SigLIP, which has no class token.
-_STRATEGIES = {CLIP: "default", SIGLIP: "full"}
+# The positions of a unit that are used: all but the first one, which is the class token of CLIP, or all.
+_STRATEGIES = ("default", "full")
+# What leaves the patches of a unit alone; SigLIP has no class token.
+_PATCHES = {CLIP: "default", SIGLIP: "full"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,9 @@ class LlavaTowerConfig(VitTowerConfig):
       norm_eps: epsilon of the norm before the projector; None for no norm.
       num_newlines: positions after a unit's patches whose rows are the end-of-line embedding; their features are not
         read.
+      with_class: whether the class token has a row, the first one of a unit. A unit then has a position after its
+        patches, whose features are not read.
+      drops_first: whether the row of a unit's first patch is not in the prompt.
       multiplier: factor of all embeddings.
     """
 
@@ -46,6 +51,8 @@ class LlavaTowerConfig(VitTowerConfig):
     projector_size: int = 0
     norm_eps: float | None = None
     num_newlines: int = 0
+    with_class: bool = False
+    drops_first: bool = False
     multiplier: float = 1.0
 
     @property
@@ -64,25 +71,40 @@ class LlavaTowerConfig(VitTowerConfig):
 
 def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
     """Return the vision tower's configuration from a config.json. `vision_feature_layer` (default: -2) may list several
-    hidden states.
+    hidden states, of whose positions `vision_feature_select_strategy` "default" uses all but the first, "full" all.
 
-    Raises ModelConfigError for wrong fields, and for a vision_feature_select_strategy that does not fit CLIP or SigLIP.
+    Raises ModelConfigError for wrong fields.
     """
     kind, vit = read_clip_or_siglip(fields)
-    if fields.text("vision_feature_select_strategy", "default") != _STRATEGIES[kind]:
-        raise fields.fail("vision_feature_select_strategy", f"{_STRATEGIES[kind]!r} for a {kind}")
+    strategy = fields.text("vision_feature_select_strategy", "default")
+    if strategy not in _STRATEGIES:
+        raise fields.fail("vision_feature_select_strategy", " or ".join(_STRATEGIES))
+    with_class = kind == CLIP and strategy == "full"
     wanted = fields.value("vision_feature_layer", -2)
     listed = wanted if isinstance(wanted, list) and wanted else [wanted]
     return LlavaTowerConfig(
         num_features=vit.num_features,
         columns=(),
         merge=1,
-        unit=vit.num_patches,
+        unit=vit.num_patches + with_class,
         vit=vit,
         layers=tuple(read_layer_index(fields, index, vit.num_layers) for index in listed),
         projector_activation=read_activation(fields, "projector_hidden_act"),
         projector_bias=fields.boolean("multimodal_projector_bias", True),
+        with_class=with_class,
+        drops_first=kind == SIGLIP and strategy == "default",
     )
+
+
+def _read_patches(fields: ConfigFields) -> LlavaTowerConfig:
+    """Return read_llava's configuration of a family whose units have a row for each patch. Raises ModelConfigError for
+    wrong fields, and for a `vision_feature_select_strategy` that does not fit CLIP or SigLIP.
+    """
+    tower = read_llava(fields)
+    if tower.with_class or tower.drops_first:
+        kind = CLIP if tower.with_class else SIGLIP
+        raise fields.fail("vision_feature_select_strategy", f"{_PATCHES[kind]!r} for a {kind}")
+    return tower
 
 
 def read_vip_llava(fields: ConfigFields) -> LlavaTowerConfig:
@@ -98,14 +120,14 @@ def read_vip_llava(fields: ConfigFields) -> LlavaTowerConfig:
     name = "vision_feature_layer"
     if not fields.has(name):
         fields = ConfigFields({**fields.raw, name: fields.value(f"{name}s", [-2, -5, -8, -11, 6])})
-    return replace(read_llava(fields), projector_bias=True, norm_eps=fields.number("projector_layernorm_eps", 1e-5))
+    return replace(_read_patches(fields), projector_bias=True, norm_eps=fields.number("projector_layernorm_eps", 1e-5))
 
 
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
     """Return the configuration of LLaVA-NeXT's tower: LLaVA's, in which a unit also has one position for the end of
     each line of patches. Raises ModelConfigError for wrong fields.
     """
-    tower = read_llava(fields)
+    tower = _read_patches(fields)
     lines = tower.vit.grid
     return replace(tower, unit=tower.vit.num_patches + lines, num_newlines=lines)
 
@@ -148,6 +170,8 @@ class LlavaTower(nnx.Module):
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         config = self.config
+        if config.with_class:
+            return scaled(self._project(self._with_class(patches)), config.multiplier)
         if self.newline is None:
             return scaled(self._project(self.encoded(patches, columns)), config.multiplier)
         units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
@@ -162,6 +186,13 @@ class LlavaTower(nnx.Module):
         """
         del columns
         return self.encoder(units)
+
+    def _with_class(self, patches: jax.Array) -> jax.Array:
+        """Return the hidden states [U * (N + 1), D of the tower] of units, f32[U * (N + 1), F], with that of the class
+        token first.
+        """
+        units = patches.reshape(-1, self.config.unit, patches.shape[1])[:, : self.config.vit.num_patches]
+        return self.encoder.states(units.reshape(-1, patches.shape[1])).reshape(len(patches), -1)
 
     def _project(self, states: jax.Array) -> jax.Array:
         """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower], which are normed first

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.vision.base.vit import table
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.vision.base.vit import read_deepstack, table
 from jaxengine.models.vision.qwen2_vl import VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
 
 
@@ -26,11 +26,21 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
 
     Attributes:
       side: rows and columns of the learned positions.
-      deepstack_layers: indices of the layers whose states become further parts of an embedding, in this order.
+      deepstack_layers: ascending indices of the layers whose states become further parts of an embedding.
+      deepstack_mergers: number, in the checkpoint's list of mergers, of the merger of each of these layers.
+      unused_mergers: numbers of mergers of layers that there are not.
     """
 
+    # Checkpoint name of the list of mergers for DeepStack.
+    merger_list: ClassVar[str] = "deepstack_merger_list"
     side: int
     deepstack_layers: tuple[int, ...]
+    deepstack_mergers: tuple[int, ...]
+    unused_mergers: tuple[int, ...] = ()
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return tuple(f"{VISUAL}.{self.merger_list}.{number}." for number in self.unused_mergers)
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Qwen3VLTower(self, hidden_size, build)
@@ -38,6 +48,8 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
 
 class Qwen3OmniTowerConfig(Qwen3VLTowerConfig):
     """Sizes of the tower of Qwen3-Omni, which is Qwen3-VL's with other checkpoint names of its mergers."""
+
+    merger_list: ClassVar[str] = "merger_list"
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Qwen3OmniTower(self, hidden_size, build)
@@ -48,8 +60,8 @@ def read_qwen3_vl(
 ) -> Qwen3VLTowerConfig:
     """Return the tower's configuration, of class `kind`, from a vision_config, for a text model of this hidden size.
 
-    Raises ModelConfigError for wrong fields, and if `out_hidden_size` differs from hidden_size,
-    `num_position_embeddings` is not a square, or `deepstack_visual_indexes` are not ascending layers.
+    Raises ModelConfigError for wrong fields, and if `out_hidden_size` differs from hidden_size or
+    `num_position_embeddings` is not a square.
     """
     defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
     sizes = read_sizes(fields, **defaults)
@@ -58,18 +70,15 @@ def read_qwen3_vl(
     positions = fields.integer("num_position_embeddings", 2304)
     if math.isqrt(positions) ** 2 != positions:
         raise fields.fail("num_position_embeddings", "a square")
-    layers = fields.value("deepstack_visual_indexes", [8, 16, 24])
-    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
-        raise fields.fail("deepstack_visual_indexes", "a list of layers")
-    if sorted({*layers}) != layers or (layers and not 0 <= layers[0] <= layers[-1] < sizes["num_layers"]):
-        raise ModelConfigError(
-            f"deepstack_visual_indexes must be ascending layers below depth = {sizes['num_layers']}, got {layers[:100]}"
-        )
-    sizes |= {"columns": ("segment", "row", "column", "height", "width"), "num_parts": 1 + len(layers)}
+    layers, used = read_deepstack(fields, [8, 16, 24], sizes["num_layers"])
+    mergers = tuple(layers.index(layer) for layer in used)
+    sizes |= {"columns": ("segment", "row", "column", "height", "width"), "num_parts": 1 + len(used)}
     return kind(
         intermediate_size=fields.integer("intermediate_size", 4304),
         side=math.isqrt(positions),
-        deepstack_layers=tuple(layers),
+        deepstack_layers=used,
+        deepstack_mergers=mergers,
+        unused_mergers=tuple(number for number in range(len(layers)) if number not in mergers),
         **sizes,
     )
 
@@ -94,24 +103,21 @@ class Qwen3VLTower(Qwen2VLTower):
     patch_bias: ClassVar[bool] = True
     mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("linear_fc1",), "linear_fc2")
     merger_names: ClassVar[tuple[str, str, str]] = ("merger.norm", "merger.linear_fc1", "merger.linear_fc2")
-    # Where the mergers for DeepStack are, and the names of their parts.
-    deepstack_names: ClassVar[tuple[str, tuple[str, str, str]]] = (
-        "deepstack_merger_list",
-        ("norm", "linear_fc1", "linear_fc2"),
-    )
+    # Names of the parts of the mergers for DeepStack.
+    deepstack_names: ClassVar[tuple[str, str, str]] = ("norm", "linear_fc1", "linear_fc2")
     config: Qwen3VLTowerConfig
 
     def __init__(self, config: Qwen3VLTowerConfig, hidden_size: int, build: Build):
         super().__init__(config, hidden_size, build)
         self.positions = table(config.side**2, config.hidden_size, f"{VISUAL}.pos_embed.weight", build)
-        self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in range(config.num_parts - 1)])
+        self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in config.deepstack_mergers])
 
     def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:
-        """Return a new merger for the states of layer deepstack_layers[number], whose norm is over all patches that it
-        merges. hidden_size: size of the text model's hidden states.
+        """Return a new merger for DeepStack, whose norm is over all patches that it merges.
+
+        number: place in the checkpoint's list of mergers. hidden_size: size of the text model's hidden states.
         """
-        owner, names = self.deepstack_names
-        norm, first, second = (f"{owner}.{number}.{name}" for name in names)
+        norm, first, second = (f"{self.config.merger_list}.{number}.{name}" for name in self.deepstack_names)
         return self.make_merger(hidden_size, (norm, first, second), build, joined=True)
 
     def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
@@ -153,7 +159,7 @@ class Qwen3OmniTower(Qwen3VLTower):
     """Vision tower of Qwen3-Omni: Qwen3-VL's with other checkpoint names of the mergers."""
 
     merger_names: ClassVar[tuple[str, str, str]] = ("merger.ln_q", "merger.mlp.0", "merger.mlp.2")
-    deepstack_names: ClassVar[tuple[str, tuple[str, str, str]]] = ("merger_list", ("ln_q", "mlp.0", "mlp.2"))
+    deepstack_names: ClassVar[tuple[str, str, str]] = ("ln_q", "mlp.0", "mlp.2")
 
 
 def _between(places: jax.Array, sizes: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:

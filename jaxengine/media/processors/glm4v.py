@@ -57,10 +57,13 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return self.token_ids["image"]
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the time in seconds of the first frame of each temporal step of a frames.Video, at UNKNOWN_FPS frames
-        per second if its rate is unknown.
+        """Return the time in seconds of each temporal step of a frames.Video, at UNKNOWN_FPS frames per second if its
+        rate is unknown: that of every second frame, and of the last of these for further steps. transformers counts so
+        whatever the frames of a step are; published models have two.
         """
-        return tuple(shown_at(video, len(video.frames))[:: self.tower.temporal_patch_size].tolist())
+        shown = shown_at(video, len(video.frames))[::2]
+        steps = np.arange(-(-len(video.frames) // self.tower.temporal_patch_size))
+        return tuple(shown[np.minimum(steps, len(shown) - 1)].tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels after resizing, with bounds over all num_frames; an image counts as the

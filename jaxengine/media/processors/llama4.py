@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.settings import check_options, tiles_of
+from jaxengine.media.processors.settings import check_options, switch, tiles_of
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields
 
@@ -45,10 +45,12 @@ class Llama4Processor(UnitProcessor):
     fills: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the largest number of tiles and `fills`. Raises ModelConfigError if the size is not the tower's
-        or there may be too many tiles.
+        """Read and set the largest number of tiles, `fills`, and `rounds`: whether pixels are both scaled and
+        normalised, which transformers computes in bfloat16, and either alone in float32. Raises ModelConfigError if the
+        size is not the tower's or there may be too many tiles.
         """
         self.check_square(fields)
+        self.rounds = switch(fields, "do_rescale") and switch(fields, "do_normalize")
         self.max_tiles, self.fills = fields.integer("max_patches"), fields.boolean("resize_to_max_canvas", False)
         if self.max_tiles > _MAX_TILES:
             raise fields.fail("max_patches", f"at most {_MAX_TILES}")
@@ -131,9 +133,11 @@ class Llama4Processor(UnitProcessor):
         return [*pieces, self.placeholder_id(), *tile, self._id(_END)]
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """Return uint8[..., 3] normalised to f32[..., 3], rounded to bfloat16 at each operation, as in transformers for
-        this family whatever the model's dtype.
+        """Return uint8[..., 3] normalised to f32[..., 3], if it `rounds` to bfloat16 at each operation, as in
+        transformers for this family whatever the model's dtype.
         """
+        if not self.rounds:
+            return super().normalized(units)
         pixels, half = self.pixels, ml_dtypes.bfloat16
         scaled = (units.astype(np.float32) * np.float32(pixels.scale)).astype(half).astype(np.float32)
         mean, std = (np.asarray(each, half).astype(np.float32) for each in (pixels.mean, pixels.std))

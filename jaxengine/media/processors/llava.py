@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, switch
 from jaxengine.media.processors.units import UnitProcessor, read_size
 from jaxengine.models.config.fields import ConfigFields
@@ -78,6 +79,31 @@ class LlavaProcessor(UnitProcessor):
             height, width = self.size["height"], self.size["width"]
         resized = self.pixels.resized(picture, height, width)
         return [middle(resized, self.side) if self.crops else resized], (1, 1)
+
+
+class SelectingProcessor(LlavaProcessor):
+    """LlavaProcessor of a model whose units may also have an embedding of the class token, or none of their first
+    patch.
+    """
+
+    @property
+    def rows_of_unit(self) -> int:
+        return self.tower.unit - self.tower.drops_first
+
+    def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
+        """Return the Processed item of these patches, with a position for the class token of each unit, or without the
+        embedding of its first patch, if the tower says so.
+        """
+        made = super()._processed(patches, rows, columns)
+        if len(patches) == made.num_rows == rows * columns * self.rows_of_unit:
+            return made
+        count, size = rows * columns, self.tower.vit.num_patches
+        kept = np.full((count, self.tower.unit), -1, np.int32)
+        kept[:, int(self.tower.drops_first) :] = np.arange(count * self.rows_of_unit).reshape(count, -1)
+        room = np.zeros((count, self.tower.unit, patches.shape[1]), np.float32)
+        room[:, :size] = patches.reshape(count, size, -1)
+        no_columns = np.zeros((0, kept.size), np.int32)
+        return Processed(room.reshape(kept.size, -1), no_columns, kept.ravel(), count * self.rows_of_unit, made.grid)
 
 
 def _kind(fields: ConfigFields) -> str:

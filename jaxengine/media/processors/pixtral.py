@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxengine.media.base.processor import Expanded, MediaProcessor, Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
-from jaxengine.media.processors.llava import LlavaProcessor
+from jaxengine.media.processors.llava import SelectingProcessor
 from jaxengine.media.processors.settings import (
     CLIP_MEAN,
     CLIP_STD,
@@ -197,9 +197,10 @@ def llava_or_pixtral(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
     """Return the processor of a LLaVA checkpoint: a PixtralProcessor if its vision tower is Pixtral's, which takes
-    images of any aspect ratio, else a LlavaProcessor.
+    images of any aspect ratio, else a SelectingProcessor.
 
     Arguments and errors are those of jaxengine.media.registry.processor_for.
     """
-    kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
+    pixtral = model_config.tower is not None and model_config.tower.columns
+    kind = PixtralProcessor if pixtral else SelectingProcessor
     return kind(folder, config_json, model_config, tokenizer)

@@ -98,10 +98,36 @@ class Qwen2VLProcessor(GridProcessor):
         names = [f"{self.around_name}_{side}_token_id" for side in ("start", "end") if self.around_name]
         self.around = tuple(fields.integer(name, minimum=0) for name in names)
         self.check_token_ids(model_config, *self.around)
+        if not self._has_frames(Path(folder)):
+            self.modalities = tuple(kind for kind in self.modalities if kind != "video")
         # Early versions of transformers 4 wrote no separate file for videos.
         places = {"image": (IMAGES,), "video": (VIDEOS, IMAGES)}
         self.sizes = {kind: self._read_sizes(Path(folder), kind, *places[kind]) for kind in self.modalities}
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
+
+    def _has_frames(self, folder: Path) -> bool:
+        """Return whether the settings of videos cut frames into the tower's patches.
+
+        transformers writes its class's defaults where only images have settings, as for a tower with other patches than
+        published ones; such a model takes images alone.
+        """
+        _, found = read_settings(folder, VIDEOS, IMAGES)
+        fields = self._with_defaults("video", found)
+        return all(fields.value(name, size) == size for name, size in self._cuts.items())
+
+    @property
+    def _cuts(self) -> dict[str, int]:
+        """Settings by name that must be the tower's."""
+        return {
+            "patch_size": self.tower.patch_size,
+            "temporal_patch_size": self.tower.temporal_patch_size,
+            "merge_size": self.tower.spatial_merge_size,
+        }
+
+    def _with_defaults(self, modality: str, found: ConfigFields) -> ConfigFields:
+        """Return a modality's settings with transformers' defaults for what they lack."""
+        own = self.image_defaults if modality == "image" else {}
+        return found.with_defaults(**{"temporal_patch_size": 2, "merge_size": 2, **self.defaults, **own})
 
     def _read_sizes(self, folder: Path, modality: str, *places: tuple[str, str]) -> Sizes:
         """Return a modality's settings from the first of `places` (as in read_settings) that the checkpoint's folder
@@ -119,14 +145,8 @@ class Qwen2VLProcessor(GridProcessor):
         """Return a modality's settings from those that were found. Raises ModelConfigError for settings that are
         invalid or do not fit the tower.
         """
-        own = self.image_defaults if modality == "image" else {}
-        fields = found.with_defaults(**{"temporal_patch_size": 2, "merge_size": 2, **self.defaults, **own})
-        tower = self.tower
-        fields.require(
-            patch_size=tower.patch_size,
-            temporal_patch_size=tower.temporal_patch_size,
-            merge_size=tower.spatial_merge_size,
-        )
+        fields = self._with_defaults(modality, found)
+        fields.require(**self._cuts)
         limit = None
         if modality == "image" or self.video_tokens is None:
             fields.require(cap_pixels_per_frame=False)

@@ -210,6 +210,11 @@ class UnitProcessor:
         """Tokens at whose positions embeddings go; in this class image_id for all modalities."""
         return (self.image_id,)
 
+    @property
+    def rows_of_unit(self) -> int:
+        """Number of embeddings of a unit in a prompt."""
+        return self.tower.unit // self.tower.merge
+
     def token_id(self, *names: str) -> int:
         """Return a token id from the first of the fields `names` that config.json has.
 
@@ -287,7 +292,7 @@ class UnitProcessor:
 
         Raises RequestError if a grid is given, for partial units, and for more units than most_given.
         """
-        rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
+        rows, side = self.rows_of_unit, self.side // self.patch
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
             tiles = f"{rows}, those of one tile: positions of more than one are undefined"
             allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles

@@ -6,6 +6,7 @@ Further shape letters: U units, S positions of a unit, P patches of all units, F
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -348,6 +349,18 @@ def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
     side, size = grid // factor, x.shape[1]
     cut = x.reshape(-1, side, factor, side, factor, size).transpose(0, 1, 3, 2, 4, 5)
     return cut.reshape(-1, size * factor**2)
+
+
+def read_deepstack(vision: ConfigFields, default: Sequence[int], num_layers: int) -> tuple[list[int], tuple[int, ...]]:
+    """Return (`deepstack_visual_indexes`, those layers among them that the tower has, ascending).
+
+    transformers makes a merger for each index, in any order, and leaves out the layers that a tower is too short for,
+    as most are for the default. Raises ModelConfigError for what is not a list of integers.
+    """
+    layers = vision.value("deepstack_visual_indexes", default)
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+        raise vision.fail("deepstack_visual_indexes", "a list of layers")
+    return layers, tuple(layer for layer in range(num_layers) if layer in layers)
 
 
 def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> int:

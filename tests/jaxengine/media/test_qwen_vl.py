@@ -279,6 +279,22 @@ def test_bounds_of_videos_are_those_that_the_class_in_transformers_reads(tmp_pat
     assert opened(folder).sizes["video"].bounds == ((2000, 2500) if name == "qwen2_5_vl_vision" else before)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl_vision", "qwen3_vl_vision", "glm4v_vision"])
+def test_videos_whose_settings_are_of_another_tower_are_not_taken(tmp_path, name):
+    """transformers writes its defaults for them where only images have settings."""
+    folder = whole_checkpoint(name, tmp_path)
+    assert opened(folder).modalities == ("image", "video")
+    whole = folder / "processor_config.json"
+    path = whole if whole.exists() else folder / "video_preprocessor_config.json"
+    found = json.loads(path.read_text())
+    found.get("video_processor", found)["patch_size"] = 14
+    path.write_text(json.dumps(found))
+    made = opened(folder)
+    assert made.modalities == ("image",) and {*made.sizes} == {"image"}
+    with pytest.raises(RequestError, match="video is not supported by this model; it takes image"):
+        made.process("video", np.zeros((2, 16, 16, 3), np.uint8), {})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -492,3 +492,14 @@ def test_settings_of_smolvlm_for_videos(tmp_path):
 )
 def test_numbers_in_words(number, words):
     assert in_words(number) == words
+
+
+def test_llama4_rounds_pixels_only_where_they_are_scaled_and_normalised(tmp_path):
+    """transformers' Llama4ImageProcessor computes both in bfloat16, and either alone in float32."""
+    plain = processor(tmp_path, "llama4_sees_vision", do_normalize=False)
+    (unit,) = as_units(plain, plain.process("image", picture(3), {}))
+    scaled = picture(3).transpose(2, 0, 1).astype(np.float32) * np.float32(1 / 255)
+    np.testing.assert_array_equal(unit, scaled)
+    both = processor(tmp_path, "llama4_sees_vision")
+    (unit,) = as_units(both, both.process("image", picture(3), {}))
+    assert 0 < np.abs(unit - (scaled - 0.5) / 0.5).max() < 0.02

@@ -312,7 +312,6 @@ def test_pixtral_uses_the_states_that_its_class_does():
         (HUNYUAN, "vision_config", {"num_key_value_heads": 4}, "num_key_value_heads must be 16 or absent, got 4"),
         (HUNYUAN, "vision_config", {"spatial_merge_size": 9}, "spatial_merge_size must be 1 to 8, got 9"),
         (HUNYUAN, "vision_config", {"max_image_size": 8192}, "image_size must be an integer >= 1 and <= 4096"),
-        (ERNIE, "vision_config", {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06 or absent"),
         (PHI4, None, {"vision_config": {"crop_size": 336}}, "vision_config.crop_size must be 448 or absent, got 336"),
         (PHI4, None, {"vision_config": {"feature_layer": 28}}, "feature_layer must be an integer from -28 to 27"),
         (PHI4, None, {"vision_config": {"patch_size": 448}}, "image_size must be at least 2 patches of 448"),

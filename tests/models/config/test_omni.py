@@ -122,7 +122,7 @@ def test_names_of_tensors(stored, model):
         (QWEN2_5, "vision_config", {"out_hidden_size": 1}, "out_hidden_size must be the hidden_size of the text"),
         (QWEN2_5, "text_config", {"rope_scaling": None}, "mrope_section"),
         (QWEN3, "audio_config", {"n_window_infer": 150}, "n_window_infer .*a multiple of twice"),
-        (QWEN3, "vision_config", {"deepstack_visual_indexes": [27]}, "must be ascending layers"),
+        (QWEN3, "vision_config", {"deepstack_visual_indexes": [2.0]}, "must be a list of layers"),
     ],
 )
 def test_what_is_refused(raw, part, changes, message):

@@ -60,8 +60,12 @@ def test_names():
     [
         (DOCLING, "vision_config", {"out_hidden_size": 60}, "out_hidden_size must be the hidden_size of the text, 64"),
         (DOCLING, "vision_config", {"scale_factor": 3}, "scale_factor must be such that it divides the 4 patches"),
-        (DOCLING, "vision_config", {"deepstack_visual_indexes": [1, 0]}, "must be ascending layers from 0 to 2"),
-        (DOCLING, "vision_config", {"deepstack_visual_indexes": [3]}, "must be ascending layers from 0 to 2"),
+        (
+            DOCLING,
+            "vision_config",
+            {"deepstack_visual_indexes": 3},
+            "deepstack_visual_indexes must be a list of layers",
+        ),
         (DOCLING, "text_config", {"model_type": "llama"}, "model_type must be granite_docling_text in text_config"),
         (BLIP2, "text_config", {"model_type": "t5"}, "model_type must be opt in text_config, got 't5'"),
         (BLIP2, "text_config", {"word_embed_proj_dim": 48}, "word_embed_proj_dim must be 64 or absent, got 48"),
