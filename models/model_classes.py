@@ -61,7 +61,9 @@ class ClassTable(MutableMapping[str, type[_Model]]):
 
 
 def _declared() -> dict[str, type[CausalLM]]:
-    """Return the classes of families that are rows of jaxengine.models.families.declared."""
+    """Return the classes of the families that are rows of the tables jaxengine.models.families.declared_*, by the
+    name that a config.json has in "architectures".
+    """
     from jaxengine.models.families.declared import declared_class
     from jaxengine.models.families.declared_alibi import ALIBI_ROWS
     from jaxengine.models.families.declared_dense import DENSE_ROWS

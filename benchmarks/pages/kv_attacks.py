@@ -39,7 +39,9 @@ _TIERS = {"kv_offloading_size": 0.0005, "kv_offloading_disk_size": 0.0015}
 
 
 def _options() -> dict[str, Any]:
-    """Return the options of an engine without tiers, of few tokens and _AT_ONCE sequences of a tiny Llama."""
+    """Return the options of an engine of a tiny Llama in float32, without tiers and tokenizer: _AT_ONCE sequences of at
+    most 64 tokens, steps of 32, pages of 4.
+    """
     few: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": _AT_ONCE, "max_num_batched_tokens": 32, "block_size": 4}
     return engine_options(dtype="float32", skip_tokenizer_init=True, **few) | {"model": str(checkpoint("llama"))}
 

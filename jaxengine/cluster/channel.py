@@ -344,7 +344,7 @@ def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
 
 
 def _keyed(key: bytes, role: bytes, shared: bytes) -> bytes:
-    """Return the HMAC-SHA256, 32 bytes, of `role` and `shared` under `key`.
+    """Return the HMAC-SHA256, 32 bytes, of `role`, a zero byte and `shared` under `key`.
 
     It proves that an end has the key, or it is the key of one direction. shared: both public values and the secret.
     """

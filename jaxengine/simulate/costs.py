@@ -122,8 +122,9 @@ class Tiles:
 
     def attended(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
         """Return (keys that one-token rows read, pairs of a query and a key in rows of several tokens), both with
-        padding to full tiles. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes, and
-        its tokens after the step.
+        padding to full tiles. One-token rows are tiled from the longest to the shortest; each tile of queries reads the
+        keys up to its last token. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes,
+        and its tokens after the step.
         """
         block = self.keys if bucket.num_seqs > 1 else self.keys_alone
         rows, tokens = min(self.rows, bucket.num_seqs), min(self.tokens, bucket.num_tokens)

@@ -366,8 +366,9 @@ def _check_ids(entries: Any, path: Path) -> None:
 
 def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], files: _Files) -> SpecialTokens:
     """Return the ids of the special tokens that `config`, that of `files` with those of the tokenizer's class, or else
-    special_tokens_map.json names. A pad or unk token that is not in the vocabulary is None. Raises ModelFileError for a
-    bos or eos token that is not, and for invalid entries.
+    special_tokens_map.json names, and the `turn_ends` of the folder. A pad or unk token that is not in the vocabulary,
+    and an empty unk token, are None. Raises ModelFileError for a bos or eos token that is not in the vocabulary, and
+    for invalid entries.
     """
     ids: dict[str, int | None] = {}
     folder, fallback = files.folder, files.special

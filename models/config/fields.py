@@ -207,6 +207,13 @@ class ConfigFields:
             raise self.fail(name, "a finite number of float32")
         return float(value)
 
+    def zero_or_more(self, name: str) -> float:
+        """Return a number as `number` does; 0.0 if the field is 0, absent or null. Raises ModelConfigError for any
+        other value, such as false.
+        """
+        value = self._get(name, 0)
+        return self.number(name) if isinstance(value, bool) or value != 0 else 0.0
+
     def boolean(self, name: str, default: Any = _REQUIRED, *, null_is_false: bool = False) -> bool:
         """Return true or false. An absent field returns the default, and so does a null one unless `null_is_false`.
         Raises ModelConfigError for any other value, and also for a default that is not a bool.

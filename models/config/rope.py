@@ -188,7 +188,7 @@ def read_mscale(fields: ConfigFields, name: str) -> float:
     """Return `mscale` or `mscale_all_dim` (`name`) of YaRN; 0.0 if it is 0 or absent. Raises ModelConfigError unless it
     is a number >= 0.
     """
-    return fields.number(name) if fields.value(name, 0) != 0 else 0.0
+    return fields.zero_or_more(name)
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> Laye
 
 
 def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form, with norms after both parts of a layer too if `use_post_norm` is true. Raises ModelConfigError
-    for a value that is not a bool.
+    """Return the form; if `use_post_norm` is true with a norm after each part of a layer, too: `post_norm1` after
+    attention and `post_norm2` after the MLP. Raises ModelConfigError for a value that is not a bool.
     """
     if not fields.boolean("use_post_norm"):
         return form

@@ -103,9 +103,12 @@ def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig, whose shared MLP, if any, is added to the experts' output or averaged with it, as
-    `shared_expert_combination_strategy` says. Softmax weights of the experts of a token always add up to 1; those of
-    sigmoid scores do with `norm_topk_prob`. Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig of `num_experts` experts of size `intermediate_size`, in all layers that
+    `mlp_layer_types` does not list as dense. The shared MLP, `num_shared_experts` (0 by default) times as wide, is
+    added to the experts' output or averaged with it, as `shared_expert_combination_strategy` ("sum" or "average") says.
+
+    `expert_selection_fn` is softmax, whose weights of a token's experts always add up to 1, or sigmoid, whose weights
+    do with `norm_topk_prob`. Raises ModelConfigError for wrong fields.
     """
     scores, mix = fields.text("expert_selection_fn"), fields.text("shared_expert_combination_strategy")
     if scores not in ("softmax", "sigmoid"):

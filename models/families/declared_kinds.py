@@ -53,8 +53,7 @@ def _laguna_experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the ExpertsConfig of `shared_of_size`, with router logits capped by `moe_router_logit_softcapping` unless
     that is 0. Raises ModelConfigError for wrong fields.
     """
-    capped = fields.value(_ROUTER_CAP, 0) != 0
-    return replace(shared_of_size(fields), logit_soft_cap=fields.number(_ROUTER_CAP) if capped else None)
+    return replace(shared_of_size(fields), logit_soft_cap=fields.zero_or_more(_ROUTER_CAP) or None)
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:

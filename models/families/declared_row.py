@@ -88,9 +88,10 @@ def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, 
 
 
 def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of `num_experts`, or else `num_local_experts`, chosen by softmax scores, of size
-    `moe_intermediate_size` or else `intermediate_size`, in all layers that `mlp_layer_types` does not list as dense.
-    Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig of `num_experts`, or else `num_local_experts`, of which softmax scores choose
+    `num_experts_per_tok`, of size `moe_intermediate_size` or else `intermediate_size`, in all layers that
+    `mlp_layer_types` does not list as dense. The weights of a token's experts add up to 1 only if `norm_topk_prob` is
+    true. Raises ModelConfigError for wrong fields.
     """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),

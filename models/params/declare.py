@@ -160,7 +160,9 @@ class DeclaredParam:
         return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
 
     def splits_over(self, mesh: MeshLayout) -> bool:
-        """Return whether the weight can be split evenly over the devices of the mesh."""
+        """Return whether every axis can be split evenly over the devices of the mesh; see `most_parts` for the axis
+        along which sources are joined.
+        """
         parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 

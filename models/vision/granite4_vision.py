@@ -111,11 +111,12 @@ def read_granite4_vision(fields: ConfigFields, num_layers: int) -> Granite4Tower
 
 def _read_rate(fields: ConfigFields, vit: VitConfig) -> tuple[int, int]:
     """Return the sides of a window's queries and patches, the two numbers of `downsample_rate`. Raises ModelConfigError
-    unless it is n/2n, where 2n is at most _MOST_WINDOW and divides the number of patches of a line.
+    unless it is n/2n, where n is at least 1 and 2n is at most _MOST_WINDOW and divides the patches of a line.
     """
     query, slash, window = fields.text("downsample_rate").partition("/")
     right = bool(slash) and all(each.isdecimal() and 1 <= len(each) <= 3 for each in (query, window))
-    if not right or _HALF * int(query) != int(window) or int(window) > _MOST_WINDOW or vit.grid % int(window):
+    right = right and _HALF * int(query) == int(window) and 0 < int(window) <= _MOST_WINDOW
+    if not right or vit.grid % int(window):
         allowed = f"of the form n/2n, where 2n is at most {_MOST_WINDOW} and divides the {vit.grid} patches of a line"
         raise fields.fail("downsample_rate", allowed)
     return int(query), int(window)

@@ -107,8 +107,8 @@ class SelectingProcessor(LlavaProcessor):
 
 
 def _kind(fields: ConfigFields) -> str:
-    """Return the family in a processor's image_processor_type, such as "CLIP"; "" without that field. Raises
-    ModelConfigError unless it is a text.
+    """Return the text before "ImageProcessor" in a processor's image_processor_type, such as "CLIP"; "" without that
+    field. Raises ModelConfigError unless it is a text.
     """
     return fields.text("image_processor_type", "").partition("ImageProcessor")[0]
 

@@ -109,7 +109,8 @@ class LlavaNextProcessor(LlavaProcessor):
 
     def arranged(self, patches: np.ndarray, size: tuple[int, int, int], span: tuple[int, int, int, int]) -> Processed:
         """Return the item of an image's patches, f32[P, F] with places for ends of lines: all rows of the whole image,
-        and those of the tiles within `span`, (first line, first column, lines, columns).
+        then those of the tiles within `span`, (first line, first column, lines, columns), line by line across tiles,
+        each line followed by its end. Ends are in the first tile of each row of tiles, after its own rows.
 
         size: (1, lines, columns) of all tiles in rows of the tower.
         """

@@ -78,8 +78,8 @@ def _place(places: np.ndarray, frame: Frame, end: int, origin: int) -> int:
 
 
 def _write_grid(places: np.ndarray, span: tuple[int, int], rows: np.ndarray, columns: np.ndarray) -> None:
-    """Write the height and width positions of a crop's embeddings into `places`, line by line. rows, columns: positions
-    of the lines and columns of its grid.
+    """Write the height and width positions of a crop's embeddings, line by line, into rows 1 and 2 of `places`, i32[3,
+    T], at `span`, [start, end). rows, columns: positions of the lines and columns of its grid.
     """
     places[1, slice(*span)] = np.repeat(rows, len(columns))
     places[2, slice(*span)] = np.tile(columns, len(rows))

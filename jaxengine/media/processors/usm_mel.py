@@ -128,10 +128,10 @@ class UsmMel:
 
 
 def _from_zero(fields: ConfigFields, name: str, most: float) -> float:
-    """Return the field `name`, a number from 0 to `most`; 0.0 if it is missing. Raises ModelConfigError for other
-    values.
+    """Return the field `name`, a number from 0 to `most`; 0.0 if it is missing or null. Raises ModelConfigError for
+    other values.
     """
-    value = fields.number(name) if fields.value(name, 0) != 0 else 0.0
+    value = fields.zero_or_more(name)
     if value > most:
         raise fields.fail(name, f"a number from 0 to {most}")
     return value

@@ -387,7 +387,8 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 def field_of(request: Message, param: str | None) -> str | None:
     """Return the name of the proto field that corresponds to a RequestError's param, "group.field" for a field in a
-    group; `param` itself, which may be None, if no field corresponds to it.
+    group and, for a oneof, the field that is set; what follows a dot in `param` is kept. Returns `param` itself, which
+    may be None, if no field corresponds to it.
     """
     names = request.DESCRIPTOR.fields_by_name
     if param is None or param in names:

@@ -276,7 +276,7 @@ def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
     """
     names = ("rope.scaling.factor", "rope.scale_linear")
     name = next((name for name in names if fields.has(name)), names[0])
-    factor = None if fields.value(name, None) == 0 else fields.number(name, None)
+    factor = fields.zero_or_more(name) or None
     unsaid = "none" if factor is None or factor == 1.0 else "linear"
     return fields.text("rope.scaling.type", unsaid), factor
 

@@ -132,9 +132,10 @@ def choose_parts(
     """Return the number of parts into which a tile's work on a block of `pages` pages is cut: 1 for several kv heads,
     which overlap with each other instead.
 
-    The softmax of one part is computed with the scores of the next. For a tile of block_q = 1 token the parts are of
-    the block's pages, each a multiple of a lane tile of keys; else they are of the tile's tokens (`lies_by_token`) or
-    query heads, of about sizes.part_rows rows. page_size: tokens of a page. group: query heads per kv head.
+    The softmax of one part is computed with the scores of the next. For a tile of block_q = 1 token they are equal
+    parts of the block's pages, as many, up to sizes.single_parts, as are each a multiple of a lane tile of keys; else
+    equal parts of the tile's tokens (`lies_by_token`) or query heads, of about sizes.part_rows rows. page_size: tokens
+    of a page. group: query heads per kv head.
     """
     if num_kv_heads > 1:
         return 1

@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def each(self) -> int:
-        """Number of slots of a tile of slots."""
+        """Number of slots of a tile of slots, which has COLUMNS columns, `rank` for each slot."""
         return COLUMNS // self.rank
 
     @property

@@ -240,8 +240,9 @@ def test_rope_that_no_layer_has_scales_no_products():
 def test_an_mscale_of_zero_is_none():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7}
     assert RopeScaling.from_hf(yarn | {"mscale_all_dim": 0.0}, 64) == RopeScaling.from_hf(yarn, 64)
-    with pytest.raises(ModelConfigError, match="mscale_all_dim must be a finite number > 0, got -1"):
-        RopeScaling.from_hf(yarn | {"mscale_all_dim": -1}, 64)
+    for wrong in (-1, False):
+        with pytest.raises(ModelConfigError, match=f"mscale_all_dim must be a finite number > 0, got {wrong}"):
+            RopeScaling.from_hf(yarn | {"mscale_all_dim": wrong}, 64)
     raw = recorded("deepseek_v3")
     rope = raw["rope_parameters"]
     of_all = {**yarn, "rope_theta": 10000.0, "mscale_all_dim": 0.0}

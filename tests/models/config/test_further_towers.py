@@ -292,6 +292,7 @@ def test_pixtral_uses_the_states_that_its_class_does():
             {"downsample_rate": "3/8"},
             "downsample_rate must be of the form n/2n, where 2n is at most 64",
         ),
+        (GRANITE4, None, {"downsample_rate": "0/0"}, "downsample_rate must be of the form n/2n"),
         (GRANITE4, None, {"downsample_rate": "3/6"}, "and divides the 4 patches of a line"),
         (GRANITE4, None, {"downsample_rate": None}, "downsample_rate is missing"),
         (GRANITE4, None, {"deepstack_layer_map": [[-2, 2, 1]]}, "deepstack_layer_map must be a list of pairs"),

@@ -449,7 +449,12 @@ def test_names_of_tensors(stored, model):
         (GRANITE_PLUS, "encoder_config", {"cat_hidden_layers": [3, 4]}, "encoder_hidden_size .*1024, 3 times"),
         (AUDIO_FLAMINGO, "audio_config", {"max_source_positions": 1501}, "max_source_positions .*an even number"),
         (GLM_ASR, "audio_config", {"num_attention_heads": 19}, "num_attention_heads .*divisor of hidden_size"),
-        (GLM_ASR, "audio_config", {"num_key_value_heads": 4}, "num_key_value_heads .*20 or absent"),
+        (
+            GLM_ASR,
+            "audio_config",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads .*divisor of num_attention_heads 20",
+        ),
         (GLM_ASR, "audio_config", {"head_dim": 32}, "head_dim .*64 or absent"),
         (GLM_ASR, "audio_config", {"hidden_act": "selu"}, "hidden_act .*relu"),
         (MUSIC_FLAMINGO, "rope_parameters", {"partial_rotary_factor": 0.51}, "rope_parameters .*half of 1280"),

@@ -90,8 +90,10 @@ class ChatChoiceWriter:
         """Return choices with an output's new parts, one for each chunk; [] if there is nothing new that was requested.
         events: the parser's new events.
 
-        Tokens and their log-probabilities are in the first chunk, the finish reason in the last. A chunk never contains
-        two calls, nor a call and the finish reason, because OpenAI's client would not notice that the call is complete.
+        Text and reasoning share the first chunk, and each call has its own. Tokens, their log-probabilities and other
+        captured fields are in the first chunk; the finish reason, "tool_calls" rather than "stop" once the output has
+        begun a call, and weight_versions are in the last. A chunk never contains two calls, nor a call and the finish
+        reason, because OpenAI's client would not notice that the call is complete.
         """
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(output.index)

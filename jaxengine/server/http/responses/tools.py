@@ -216,8 +216,9 @@ class Callables:
         return found
 
     def _add(self, tool: ResponseFunction | CustomTool, namespace: str | None = None, about: str | None = None) -> None:
-        """Add a function or custom tool to `functions`, `origins` and, if it has a form, `text_forms`. about: text to
-        put before its description. Raises RequestError for a name that is taken or too long.
+        """Add a function, or a custom tool as a function of one text, to `functions`, `origins` and, if it has a form,
+        `text_forms`, under the `flat_name` of its name and `namespace`. about: text to put before its description.
+        Raises RequestError if that name is taken or longer than MAX_NAME_CHARS.
         """
         name = flat_name(tool.name, namespace)
         if len(name) > MAX_NAME_CHARS or name in self.origins:
