@@ -192,7 +192,7 @@ class Rank:
     def commit(self) -> ScheduledBatch:
         """End the step being scheduled and return its batch, which must then be dispatched. Extensions complete the
         batch; its tokens count as computed from now on. In Slots.num_tokens a decode row counts as many tokens as it
-        computes, as if all its drafts were accepted, and another row that samples counts one.
+        computes, and another row that samples counts one.
         """
         s, batch = self.slots, self._batch()
         for extension in self._extensions:

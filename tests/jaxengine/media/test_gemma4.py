@@ -132,7 +132,10 @@ def test_settings_that_cannot_be_used_are_refused(tmp_path, changes, message):
 @each_row(
     ("changes", "message"),
     [
-        ({"num_key_value_heads": 1}, "vision_config.num_key_value_heads must be 2 or absent, got 1"),
+        (
+            {"num_key_value_heads": 3},
+            "vision_config.num_key_value_heads must be a divisor of num_attention_heads = 2, got 3",
+        ),
         ({"head_dim": 10}, "vision_config.head_dim must be a multiple of 4"),
         ({"hidden_activation": "selu"}, "vision_config.hidden_activation must be"),
         ({"pooling_kernel_size": 9}, "vision_config.pooling_kernel_size must be 1 to 8"),
