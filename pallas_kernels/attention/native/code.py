@@ -113,9 +113,9 @@ class AttentionCode(Handlers):
         self._softmax = softmax = Softmax(self, self._fma, has_dots=has_dots)
         at_once = CHUNKS if wide else CHUNKS // 2
         floats = self._of_products(Products("floats", 1, self._add_floats, at_once))
-        item, transpose = self._make_item(4, *floats, softmax.weigh), make_transpose(self)
+        item, transpose = self._make_item(*floats, softmax.weigh), make_transpose(self)
         for name, kv_dtype in _OF_FORMATS.items():
-            self._handler_of(name, self._make_item_of(name, kv_dtype, item, transpose))
+            self._add_handler(name, self._make_item_of(name, kv_dtype, item, transpose))
         words = self._of_products(Products("words", 2, add_words(self, self._fma, has_dots=has_dots), at_once))
         squares = make_transpose(self, "transpose_words", 4 * BLOCK)
         copies = make_copy_keys_words(self, squares, BLOCK), make_copy_values_words(self)
@@ -123,7 +123,7 @@ class AttentionCode(Handlers):
         function, b = self.begin(f"{WORDS}_item", NOTHING, [PTR, I64])
         job, index = function.args
         self._compute(b, job, index, I64(2), I64(0), steps)
-        self._handler_of(WORDS, function)
+        self._add_handler(WORDS, function)
 
     def _add_floats(self, b: Builder, sums: Any, one: Any, other: Any) -> Any:
         """Emit the addition of products, see Products.add, of float32."""
@@ -134,19 +134,19 @@ class AttentionCode(Handlers):
         dots = {rows: products.make_dots(self, rows) for rows in ROWS}
         return dots, {rows: products.make_sums(self, rows) for rows in ROWS}
 
-    def _handler_of(self, name: str, item: Any) -> None:
+    def _add_handler(self, name: str, item: Any) -> None:
         """Build the handler NAME and its function NAME_items. item: function (job, index) that computes an item."""
         self.make_handler(name, JOB, self.make_work(f"{name}_items", item))
 
-    def _make_item(self, query_bytes: int, dots: dict, sums: dict, weigh: Any) -> Any:
+    def _make_item(self, dots: dict, sums: dict, weigh: Any) -> Any:
         """Build item(job, index, size, after, copy keys, copy values), which computes one item of a pool whose elements
-        have `size` bytes, with `after` bytes after those of a token, and return the LLVM function.
+        have `size` bytes, with `after` bytes after those of a token, for queries of float32. Return the LLVM function.
 
         Copies are pointers to functions of `make_copy_keys` and `make_copy_values`. The other arguments: see Steps.
         """
         function, b = self.begin("item", NOTHING, [PTR, I64, I64, I64, _COPY, _COPY])
         job, index, size, after, *copies = function.args
-        self._compute(b, job, index, size, after, Steps(query_bytes, copies, dots, sums, weigh))
+        self._compute(b, job, index, size, after, Steps(4, copies, dots, sums, weigh))
         return function
 
     def _compute(self, b: Builder, job: Any, index: Any, size: Any, after: Any, steps: Steps) -> None:

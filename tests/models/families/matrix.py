@@ -165,7 +165,7 @@ def logits_error(name: str) -> float:
 
 
 def examine(name: str, cache: str, only: list[str]) -> Found:
-    """What came out of a recorded checkpoint in each mode."""
+    """Serve a recorded checkpoint in each mode; return what came out."""
     # Of those that hear, and of those that attend to what a tower makes, no logits of texts are recorded.
     error = logits_error(name) if (FOLDER / name / "golden.npz").exists() else None
     architecture = read_folder(FOLDER / name).architecture
@@ -247,8 +247,9 @@ def _crowded(llm: LLM, workload: Workload, expected: list[list[int]], pools: lis
 
 
 def _interrupted(llm: LLM, workload: Workload) -> list[list[int]]:
-    """What follows the prompts when everything that runs is preempted again and again, each time a step later: for
-    models whose windows give back what they take, or of which few requests run at once, so that no pool is too small.
+    """Return the tokens that follow the prompts when everything that runs is preempted again and again, each time a
+    step later: for models whose windows give back what they take, or of which few requests run at once, so that no pool
+    is too small.
     """
     scheduler, engine = use_scheduler(llm), llm.core.engine
     schedule, most = scheduler.schedule, engine._max_in_flight

@@ -38,7 +38,7 @@ NOT_SPLIT = {
 
 
 class Found(NamedTuple):
-    """What came out of a checkpoint.
+    """Results of a checkpoint.
 
     Attributes:
       architecture: its class.

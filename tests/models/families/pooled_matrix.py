@@ -45,12 +45,12 @@ class Asked:
         self.answers = [each.answer for each in recorded]
 
     def alone(self, llm: LLM) -> list[np.ndarray]:
-        """What is answered to each prompt by itself."""
+        """Return the answers to the prompts, each asked by itself."""
         each = zip(self.prompts, self.params, strict=True)
         return [np.asarray(llm.encode([one], [params], use_tqdm=False)[0].outputs.data) for one, params in each]
 
     def together(self, llm: LLM) -> list[np.ndarray]:
-        """What is answered to all prompts at once, the recorded ones twice."""
+        """Return the answers to all prompts at once, the recorded ones twice."""
         count = len(self.answers)
         prompts, params = self.prompts + self.prompts[:count], self.params + self.params[:count]
         return [np.asarray(each.outputs.data) for each in llm.encode(prompts, params, use_tqdm=False)]
@@ -74,7 +74,7 @@ def verdict(found: list[np.ndarray], wanted: list[np.ndarray]) -> str:
 
 
 def examine_pooled(name: str, cache: str, only: list[str]) -> Found:
-    """What came out of a checkpoint of POOLED in each mode."""
+    """Serve a checkpoint of POOLED in each mode; return what came out."""
     with tempfile.TemporaryDirectory() as temporary:
         own = pooled_options(name)
         chunk, model = own.pop("max_num_batched_tokens", 32), str(write_pooled(name, Path(temporary) / "model"))
