@@ -82,8 +82,8 @@ class OwnedEngine(EngineWrapper):
         """Abort the requests of all owners that have this id, given as clients know it or as it is in the engine. An
         unknown id has no effect. Raises EngineDeadError if the engine cannot answer.
         """
-        # A copy, as a request that ends meanwhile is removed from the list.
-        for engine_id in tuple(self._running.get(request_id, (request_id,))):
+        # Requests without an owner have the id itself. A copy, as a request that ends is removed from the list.
+        for engine_id in (*self._running.get(request_id, ()), request_id):
             await self._engine.abort(engine_id)
 
     def _named(

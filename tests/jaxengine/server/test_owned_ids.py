@@ -69,14 +69,14 @@ async def test_owners_may_use_one_id():
 
 async def test_an_abort_reaches_the_requests_of_all_owners():
     engine = OwnedEngine(Engine())
-    streams = [engine.stream("Hi", None, "x", RequestOptions(owner=owner)) for owner in ("a", "b", "c")]
+    streams = [engine.stream("Hi", None, "x", RequestOptions(owner=owner)) for owner in ("a", "b", "c", "")]
     for stream in streams:
         await anext(stream)
     ends = [asyncio.ensure_future(anext(stream)) for stream in streams]
     for end, stream in zip(ends, streams, strict=True):  # a request that has ended is no longer in the list
         end.add_done_callback(lambda _, stream=stream: asyncio.ensure_future(stream.aclose()))
     await engine.abort("x")
-    assert [end.done() and end.result().finished for end in ends] == [True] * 3
+    assert [end.done() and end.result().finished for end in ends] == [True] * 4
 
 
 def test_a_viewer_sees_its_own_ids():
