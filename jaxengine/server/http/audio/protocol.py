@@ -88,14 +88,16 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         return WORD in self.timestamp_granularities
 
     def params(self, inputs: InputProcessor, **changes: Any) -> SamplingParams:
-        """Return the sampling parameters of one window: by default temperature 0 and a single final output without
-        text; the request's fields replace defaults, and `changes`, fields by name, replace both. max_tokens is
-        `limited`.
+        """Return the sampling parameters of one window: by default the model's, except for temperature 0, and a single
+        final output without text; the request's fields replace defaults, and `changes`, fields by name, replace both.
+        max_tokens is `limited`.
 
         Raises RequestError for a value that is not allowed.
         """
         given = {name: getattr(self, name) for name in (*NUMBERS, "seed") if getattr(self, name) is not None}
-        usual = {"temperature": 0.0, "return_sampling_mask": False, "max_tokens": self.max_completion_tokens}
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        usual = {"max_tokens": None, **inputs.generation_defaults, "temperature": 0.0, "return_sampling_mask": False}
         kind = RequestOutputKind.FINAL_ONLY
         values = {**usual, **given, "output_kind": kind, "detokenize": False, **changes}
         return limited(SamplingParams(**values), inputs)

@@ -82,6 +82,16 @@ def test_json_and_text(app):
     assert ask(app, "translations", extra_body={"max_completion_tokens": "24", "language": "en"}).text == translated
 
 
+def test_the_models_defaults(app, engine, monkeypatch):
+    """generation_config.json's parameters hold, apart from the temperature, unless the request names others."""
+    wanted = ask(app, language="en", extra_body={"max_completion_tokens": "9", "repetition_penalty": "1.5"}).text
+    usual = {"repetition_penalty": 1.5, "max_tokens": 9, "temperature": 3.0}
+    monkeypatch.setattr(engine.inputs, "generation_defaults", usual)
+    assert ask(app, language="en").text == wanted
+    named = {"max_completion_tokens": "24", "repetition_penalty": "1"}
+    assert ask(app, language="en", extra_body=named).text == text_of(goldens(NAME)["b_plain"][4:]).strip() != wanted
+
+
 def test_a_long_sound_in_each_format(app):
     found = goldens(NAME)
     tokens = np.split(found["long_tokens"], np.cumsum(found["long_lengths"])[:-1])
