@@ -110,6 +110,20 @@ def test_a_long_sound_in_each_format(app):
     )
 
 
+def test_a_model_of_english_alone(app, engine, monkeypatch):
+    """Its prompt is the token that begins a transcript, whose successor says how likely there is no speech."""
+    asked = {"response_format": "verbose_json", "extra_body": {"max_completion_tokens": "8"}}
+    wanted = ask(app, language="en", **asked)
+    monkeypatch.setattr(engine.inputs.media.processor, "languages", {})
+    for fields in ({}, {"language": "en"}):
+        told = ask(app, **fields, **asked)
+        assert told.language == "en" and told.segments[0].tokens != wanted.segments[0].tokens
+        assert told.segments[0].no_speech_prob == pytest.approx(wanted.segments[0].no_speech_prob, rel=1e-4)
+        assert told.segments[0].avg_logprob < 0
+    with pytest.raises(openai.BadRequestError, match="transcribes English alone"):
+        ask(app, language="de", **asked)
+
+
 def test_words(app, engine, monkeypatch):
     loader, called = engine.inputs.media.reader.loader, []
     run = loader.process
@@ -222,6 +236,8 @@ def test_what_is_refused(app):
             "allowed: json and text",
         ),
         ({"include": ["logprobs"]}, "include", "not supported"),
+        ({"chunking_strategy": {"type": "server_vad"}}, "chunking_strategy", "is 'server_vad'"),
+        ({"extra_body": {"max_completion_tokens": 0}}, "max_completion_tokens", "max_completion_tokens must be"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"prompt": "<|en|>"}, "prompt", "special tokens"),
         ({"stream": True, "response_format": "srt"}, "stream", "allowed: json and text"),
