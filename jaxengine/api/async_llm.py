@@ -239,12 +239,12 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         await self.utility("stop_profile")
 
     async def _with_adapter(self, request: LoRARequest, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Load the adapter unless it is loaded, yield the outputs, and close `outputs` at the end. Raises RequestError
-        if the adapter cannot be loaded, and the errors of `outputs`.
-        """
+        """Load the adapter, yield the outputs, and close `outputs` at the end. Raises the errors of both."""
         await self.add_lora(request)
         async with contextlib.aclosing(cast(AsyncGenerator[Any], outputs)):
             async for output in outputs:
+                if isinstance(output, RequestOutput):
+                    output.lora_request = request
                 yield output
 
     def encode(

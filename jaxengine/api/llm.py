@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from jaxengine.requests.params.options import RequestOptions, as_batch, options_
 from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.requests.tokenization import tokenized
 from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ ProgressFactory = Callable[..., Any]
 
 # Seconds between two checks of whether the engine, paused while requests wait, has been resumed.
 _PAUSED_SECONDS = 0.005
+_WAITS_BEFORE_WARNING = 2000  # ten seconds
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -134,6 +139,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         *,
         priority: int | Sequence[int] | None = None,
         client: str | Sequence[str] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; results come in the order of the prompts.
 
@@ -146,6 +152,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
           client: name of the client, one for all or one per prompt. Needs scheduling_policy="fair", which serves
             waiting clients in equal shares.
           lora_request: the adapter to use, one for all or one per prompt; None for the model alone. Needs enable_lora.
+          tokenization_kwargs: how prompts become tokens, see jaxengine.requests.tokenization.tokenized.
 
         Raises:
           RequestError: a prompt or parameter is invalid, or a grammar cannot be compiled. The first such error is
@@ -154,12 +161,17 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
           EngineDeadError: the engine has failed or was shut down.
         """
         batch = as_batch(prompts)
+        if tokenization_kwargs is not None:
+            batch = [tokenized(self.core.inputs, prompt, tokenization_kwargs) for prompt in batch]
         params = self._params_for(len(batch), sampling_params)
-        loras: list[str | None] = [None] * len(batch)
-        if lora_request is not None:
-            loras = load_each(self.core, self._lock, one_for_each(len(batch), lora_request))
-        options = options_for(len(batch), priority, client, loras)
-        return self._answer(batch, params, options, use_tqdm)
+        if lora_request is None:
+            return self._answer(batch, params, options_for(len(batch), priority, client, [None] * len(batch)), use_tqdm)
+        adapters = one_for_each(len(batch), lora_request)
+        options = options_for(len(batch), priority, client, load_each(self.core, self._lock, adapters))
+        outputs = self._answer(batch, params, options, use_tqdm)
+        for output, adapter in zip(outputs, adapters, strict=True):
+            output.lora_request = adapter
+        return outputs
 
     def get_logprobs(
         self,
@@ -189,13 +201,19 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         return known.result(outputs)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | ProgressFactory = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | ProgressFactory = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Continue each prompt with the sequences that a beam search finds, best first; results come in the order of
         the prompts.
 
-        Each token takes one call of `generate` with all beams of all prompts. Raises RequestError for invalid prompts
-        or params, images, and a beam that is wider than the engine's max_logprobs allows; raises EngineDeadError.
+        Each token takes one call of `generate` with all beams of all prompts. lora_request: as for `generate`. Raises
+        RequestError for invalid prompts or params, images, and a beam that is wider than the engine's max_logprobs
+        allows; raises ModelFileError and EngineDeadError.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -207,8 +225,10 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         prompt_ids = [request.prompt_token_ids.tolist() for request in first]
         longest, eos = inputs.config.max_model_len, inputs.eos_token_ids()
         searches = [BeamSearch(token_ids, params, eos, longest) for token_ids in prompt_ids]
-        while grown := [(search, each) for search in searches for each in search.prompts]:
-            answers = iter(self.generate([token_ids for _, token_ids in grown], one, use_tqdm=use_tqdm))
+        adapters = one_for_each(len(searches), lora_request)
+        while grown := [(ids, own) for search, own in zip(searches, adapters, strict=True) for ids in search.prompts]:
+            token_ids, loras = zip(*grown, strict=True)
+            answers = iter(self.generate(token_ids, one, use_tqdm, loras))
             for search in searches:
                 if search.prompts:
                     search.advance([candidates(next(answers)) for _ in search.prompts])
@@ -228,6 +248,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, formatted by a chat template; results come in their order.
 
@@ -262,7 +283,8 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
                 )
                 for conversation, media in read
             ]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority=priority)
+        options: Any = {"priority": priority, "tokenization_kwargs": tokenization_kwargs}
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **options)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer as a transformers object. Raises RequestError if the engine was started without one."""
@@ -315,7 +337,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         """
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
-            shown, start, tokens = 0, time.monotonic(), (0, 0)
+            shown, start, tokens, waits = 0, time.monotonic(), (0, 0), 0
             while shown < num_requests:
                 with self._lock:
                     if call.error is None and len(call.outputs) == shown:
@@ -328,7 +350,10 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
                 if num_ended > shown and use_tqdm:
                     bar.postfix = speed_text(*tokens, time.monotonic() - start)
                     bar.update(num_ended - shown)
-                elif is_idle and num_ended == shown:  # another thread has paused the engine
+                elif is_idle and num_ended == shown:  # the engine is paused
+                    if (waits := waits + 1) == _WAITS_BEFORE_WARNING:
+                        way = "sleeps: wake_up()" if self.is_sleeping() else "is paused: resume_generation()"
+                        _log.warning("requests wait, because the engine %s lets them run", way)
                     time.sleep(_PAUSED_SECONDS)
                 shown = num_ended
 

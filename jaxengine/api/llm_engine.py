@@ -17,7 +17,7 @@ from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
-from jaxengine.requests.output.outputs import AnyOutput
+from jaxengine.requests.output.outputs import AnyOutput, RequestOutput
 from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.prepared import Prompt
@@ -60,6 +60,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         # Outputs that `step` has not returned yet, because it raises the errors of the same steps first.
         self._outputs: list[AnyOutput] = []
         self._errors: list[RequestError] = []
+        self._adapters: dict[str, LoRARequest] = {}  # of the requests that have one, by request id
         # Held by every access to the core that changes it.
         self._lock = engine_lock(self._core)
 
@@ -106,6 +107,8 @@ class LLMEngine(WeightMethods, VllmMethods):
         prompt = self.core.inputs.make_ready(prompt)
         with self._lock:
             self.core.add(self.core.inputs.prepare(prompt, params, request_id=request_id, options=options))
+            if lora_request is not None:
+                self._adapters[request_id] = lora_request
         return request_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -113,6 +116,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         with self._lock:
             for each in [request_ids] if isinstance(request_ids, str) else request_ids:
                 self.core.abort(each)
+                self._adapters.pop(each, None)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work left, outputs to return, or errors to raise."""
@@ -165,8 +169,15 @@ class LLMEngine(WeightMethods, VllmMethods):
 
     def _step(self) -> None:
         """Run one step for a method that needs it; the next calls of `step` return its outputs and raise its errors."""
-        self._outputs += self.core.step()
-        self._errors += [error for _, error in self.core.pop_rejected()]
+        for output in self.core.step():
+            find = self._adapters.pop if output.finished else self._adapters.get
+            adapter = find(output.request_id, None)
+            if isinstance(output, RequestOutput):
+                output.lora_request = adapter
+            self._outputs.append(output)
+        for request_id, error in self.core.pop_rejected():
+            self._adapters.pop(request_id, None)
+            self._errors.append(error)
 
     def shutdown(self) -> None:
         """Stop the engine; later calls of `add_request` and `step` raise EngineDeadError. Does nothing in a fork of its

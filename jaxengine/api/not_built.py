@@ -11,6 +11,8 @@ _WEIGHTS = (
     "sharded_rdt, nccl_m2n) are not served; docs/reinforcement_learning.md"
 )
 
+_LOG = "get_metrics() has the engine's numbers; disable_log_stats switches its log line off"
+
 # Name -> alternative.
 NOT_BUILT: dict[str, str] = {
     "apply_model": "capture gives activations and steer changes them, docs/research.md",
@@ -19,7 +21,8 @@ NOT_BUILT: dict[str, str] = {
     "collective_rpc": "jaxengine.register_model and logits_processors put code of yours into the engine",
     "compute_weight_checksums": "weight_info(checksum=True)",
     "dead_error": "check_health() raises it",
-    "do_log_stats": "get_metrics() has the engine's numbers; disable_log_stats switches its log line off",
+    "do_log_stats": _LOG,
+    "do_log_stats_with_interval": _LOG,
     "enqueue": "generate() may be called by several threads at once",
     "enqueue_chat": "chat() may be called by several threads at once",
     "finish_weight_update": _WEIGHTS,
@@ -29,6 +32,7 @@ NOT_BUILT: dict[str, str] = {
     "get_vllm_config": _INSIDE,
     "get_weight_version": "weight_version and weight_info()",
     "get_world_size": "core.config has the parallel sizes",
+    "input_processor": _INSIDE,
     "init_weight_transfer_engine": _WEIGHTS,
     "is_tracing_enabled": "jaxengine serve --otlp-traces-endpoint traces requests",
     "is_running": "errored says whether the engine has ended",
@@ -36,6 +40,13 @@ NOT_BUILT: dict[str, str] = {
     "llm_engine": _INSIDE,
     "model_config": _INSIDE,
     "pin_lora": "max_loras says how many adapters stay on the devices",
+    "request_counter": _INSIDE,
+    "runner_type": _INSIDE,
+    "set_weight_version": _WEIGHTS,
+    "shutdown_weight_transfer_engine": _WEIGHTS,
+    "start_draft_weight_update": _WEIGHTS,
+    "supported_tasks": _INSIDE,
+    "update_weight_version": _WEIGHTS,
     "renderer": "get_tokenizer().apply_chat_template writes prompts",
     "reset_encoder_cache": "reset_mm_cache() drops encoded images too",
     "scale_elastic_ep": _SEE,

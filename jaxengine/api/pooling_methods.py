@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxengine.api import scoring
@@ -20,6 +20,7 @@ from jaxengine.requests.pooling.outputs import (
     ScoringRequestOutput,
 )
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.requests.tokenization import num_kept
 from jaxengine.scheduler.base.errors import RequestError
 
 ProgressFactory = Callable[..., Any]
@@ -36,6 +37,7 @@ class PoolingMethods(CoreMethods):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | ProgressFactory = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
@@ -45,11 +47,13 @@ class PoolingMethods(CoreMethods):
 
         prompts, use_tqdm, lora_request: as for `generate`. pooling_params: one for all or one per prompt; None for the
         model's defaults. truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of
-        pooling_params. Raises RequestError for an invalid prompt or parameter, a result that is not finite, or a model
-        that generates text, ModelFileError for an adapter, and EngineDeadError.
+        pooling_params. tokenization_kwargs: a dict that may have truncate_prompt_tokens, as in vLLM. Raises
+        RequestError for an invalid prompt or parameter, a result that is not finite, or a model that generates text,
+        ModelFileError for an adapter, and EngineDeadError.
         """
         batch = as_batch(prompts)
-        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
+        keep = num_kept(tokenization_kwargs, truncate_prompt_tokens)
+        params = scoring.params_for(len(batch), pooling_params, keep, pooling_task)
         loras = load_each(self.core, self._lock, one_for_each(len(batch), lora_request))
         outputs = self._answer(batch, params, options_for(len(batch), None, None, loras), use_tqdm)
         for output in outputs:
@@ -61,6 +65,7 @@ class PoolingMethods(CoreMethods):
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | ProgressFactory = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
@@ -68,7 +73,8 @@ class PoolingMethods(CoreMethods):
         """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors are those of
         `encode`; it also raises RequestError for a model that does not embed.
         """
-        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        keep = num_kept(tokenization_kwargs, truncate_prompt_tokens)
+        options: Any = {"truncate_prompt_tokens": keep, "use_tqdm": use_tqdm}
         options["lora_request"] = lora_request
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
@@ -78,6 +84,7 @@ class PoolingMethods(CoreMethods):
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | ProgressFactory = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
@@ -85,7 +92,8 @@ class PoolingMethods(CoreMethods):
         """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors are those
         of `encode`; it also raises RequestError for a model that does not classify.
         """
-        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        keep = num_kept(tokenization_kwargs, truncate_prompt_tokens)
+        options: Any = {"truncate_prompt_tokens": keep, "use_tqdm": use_tqdm}
         options["lora_request"] = lora_request
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
@@ -96,6 +104,7 @@ class PoolingMethods(CoreMethods):
         /,
         *,
         truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | ProgressFactory = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
@@ -104,7 +113,8 @@ class PoolingMethods(CoreMethods):
         pooling_params.use_activation is True. Arguments and errors are those of `encode`.
         """
         batch = as_batch(prompts)
-        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
+        keep = num_kept(tokenization_kwargs, truncate_prompt_tokens)
+        params = scoring.params_for(len(batch), pooling_params, keep, "classify")
         for each in params:
             each.use_activation = bool(each.use_activation)
         return self.encode(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
@@ -116,6 +126,7 @@ class PoolingMethods(CoreMethods):
         /,
         *,
         truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | ProgressFactory = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_params: PoolingParams | None = None,
@@ -137,11 +148,12 @@ class PoolingMethods(CoreMethods):
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2, inputs.media_reader)
-        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        keep = num_kept(tokenization_kwargs, truncate_prompt_tokens)
+        options: Any = {"truncate_prompt_tokens": keep, "use_tqdm": use_tqdm}
         adapters = one_for_each(len(pairs), lora_request)
         if (model := inputs.require_pooling()).reads_lists:
             scoring.refuse_template(chat_template)
-            listwise.refuse_cut(pooling_params, truncate_prompt_tokens)
+            listwise.refuse_cut(pooling_params, keep)
             prompts = listwise.list_prompts(pairs)
             if len({*map(id, adapters)}) > 1:
                 raise RequestError("lora_request must be one for all pairs of this model", param="lora_request")

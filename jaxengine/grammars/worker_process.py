@@ -164,7 +164,8 @@ def compile_grammar(kind: str, text: str, options: Any, tokenizer: llguidance.LL
     if kind == "structural_tag":
         assert tokenizer is not None
         return llguidance.grammar_from("lark", lark_of(text, tokenizer))
-    return llguidance.grammar_from("grammar", text)
+    # llguidance takes a grammar for GBNF unless a line begins with `start:`, and Lark's may begin with `?start:`.
+    return llguidance.grammar_from("grammar" if "::=" in text else "lark", text)
 
 
 class Matchers:

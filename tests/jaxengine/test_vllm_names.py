@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import jaxengine
 from jaxengine import vllm_names
 from jaxengine.api.not_built import NOT_BUILT, NotBuiltError
+from jaxengine.requests.output.outputs import RequestMetrics
 from tests.tables import each_row
+
+MEMBERS = json.loads((Path(__file__).parent.parent / "fixtures/vllm_members.json").read_text())
+# Members of vLLM's classes that are neither here nor refused by name, and parameters that are not taken.
+_PROFILE = {"start_profile": "delay_iterations max_iterations profile_prefix", "update_weights": "request"}
+ABSENT: dict[str, str] = {
+    "LLM": "chat_template",
+    "AsyncLLM": (
+        "add_request check_admission get_kv_event_sources get_num_queued_tokens get_num_unfinished_requests get_status "
+        "handle_fault notify_kv_transfer_request_rejected wait_for_requests_to_drain"
+    ),
+    "LLMEngine": "has_unfinished_requests_dp",
+    "SamplingParams": (
+        "all_stop_token_ids bad_words_token_ids eos_token_id for_sampler_warmup from_optional "
+        "output_text_buffer_length sampling_type skip_clone update_from_generation_config update_from_tokenizer verify "
+        "watermarking"
+    ),
+    "StructuredOutputsParams": "all_constraints_none all_non_structural_tag_constraints_none",
+    "BeamSearchParams": "structured_outputs watermarking",
+    "PoolingParams": (
+        "all_parameters clone extra_kwargs late_interaction_params output_kind requires_token_ids returned_token_ids "
+        "step_tag_id valid_parameters verify"
+    ),
+    "LoRARequest": "adapter_id base_model_name is_3d_lora_weight load_inplace name",
+    "CompletionOutput": "lora_request spec_decode_metrics",
+    "RequestMetrics": "is_corrupted is_watermark_skipped is_watermarked",
+}
+NOT_TAKEN: dict[str, dict[str, str]] = {
+    "LLM": _PROFILE
+    | {
+        "beam_search": "concurrency_limit",
+        "chat": "chat_template_content_format",
+        "generate": "mm_processor_kwargs",
+    },
+    "AsyncLLM": _PROFILE
+    | {
+        "abort": "internal",
+        "encode": "reasoning_ended tokenization_kwargs trace_headers",
+        "generate": (
+            "data_parallel_rank kv_hints prompt_text reasoning_ended reasoning_parser_kwargs tokenization_kwargs "
+            "trace_headers"
+        ),
+    },
+    "LLMEngine": {
+        "abort_request": "internal",
+        "add_request": "kv_hints prompt_text session_id tokenization_kwargs trace_headers",
+        "from_engine_args": "enable_multiprocessing stat_loggers",
+        "start_profile": _PROFILE["start_profile"],
+    },
+    "RequestOutput": {"add": "next_output"},
+}
 
 
 def run(statement: str) -> None:
@@ -85,6 +140,25 @@ def test_importing_the_package_imports_no_jax():
         "assert 'jax' not in sys.modules and 'jaxengine.api.llm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@each_row("kind", MEMBERS)
+def test_members_of_vllms_classes(kind):
+    """Every public member that vLLM 0.32 has, and every parameter of its methods, is here or known to be missing."""
+    cls = RequestMetrics if kind == "RequestMetrics" else getattr(jaxengine, kind)
+    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    is_engine = kind in ("LLM", "AsyncLLM", "LLMEngine")
+    refused = {*NOT_BUILT} if is_engine else set()
+    members = {name: given for name, given in MEMBERS[kind].items() if name != "__init__"}
+    absent = {name for name in members if not hasattr(cls, name)} - fields - refused
+    assert absent == {*ABSENT.get(kind, "").split()}
+    missing = {}
+    for name, given in members.items():
+        method = getattr(cls, name, None)
+        if given and callable(method):
+            missing[name] = {*given} - {*inspect.signature(method).parameters}
+    expected = {name: {*names.split()} for name, names in NOT_TAKEN.get(kind, {}).items()}
+    assert {name: names for name, names in missing.items() if names} == expected
 
 
 @pytest.mark.parametrize("kind", ["LLM", "AsyncLLM", "LLMEngine"])

@@ -320,6 +320,7 @@ class OutputProcessor:
             if finished:
                 metrics.finished_time = now
                 metrics.num_preemptions = sum(each.request.num_preemptions for each in group.sequences)
+                metrics.num_generation_tokens = sum(len(each.token_ids) for each in group.sequences)
                 self._groups.pop(group.request_id, None)
             kind = group.params.output_kind
             if kind is not RequestOutputKind.FINAL_ONLY:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxengine.requests.output.sampling_mask import SamplingMask
+from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 
 
@@ -83,6 +85,9 @@ class RequestMetrics:
       first_token_time, last_token_time: when the first and the latest token of any of its n outputs arrived.
       finished_time: when the last of its outputs ended.
       num_preemptions: how often its n sequences were preempted, all together.
+      num_generation_tokens: tokens of its n outputs; 0 until the last of them has ended.
+
+    They have vLLM's names, too: queued_ts, scheduled_ts, first_token_ts, last_token_ts and first_token_latency.
     """
 
     arrival_time: float
@@ -92,6 +97,12 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_generation_tokens: int = 0
+
+    queued_ts = property(attrgetter("queued_time"))
+    scheduled_ts = property(attrgetter("first_scheduled_time"))
+    first_token_ts = property(attrgetter("first_token_time"))
+    last_token_ts = property(attrgetter("last_token_time"))
 
     @property
     def time_in_queue(self) -> float | None:
@@ -102,6 +113,8 @@ class RequestMetrics:
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token; None before it."""
         return _between(self.arrival_time, self.first_token_time)
+
+    first_token_latency = time_to_first_token
 
 
 def _between(start: float | None, end: float | None) -> float | None:
@@ -222,6 +235,8 @@ class RequestOutput:
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
       kv_transfer_params: parameters with which another engine fetches the pages of the prompt; None unless requested,
         and None until the request has ended.
+      lora_request: the adapter that the caller gave.
+      encoder_prompt, encoder_prompt_token_ids: None, as encoders take no texts.
     """
 
     request_id: str
@@ -233,6 +248,9 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    lora_request: LoRARequest | None = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one, in place: each of its completions is appended to the

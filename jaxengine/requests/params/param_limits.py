@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import Enum
 
 # vLLM's own limit of `n`; the server sets a lower one.
@@ -19,6 +21,13 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+# Fields that vLLM's SamplingParams had, and what to use.
+_INSTEAD = {
+    "best_of": "n",
+    "guided_decoding": "structured_outputs",
+    "truncate_prompt_tokens": "tokenization_kwargs of LLM.generate",
+    "use_beam_search": "LLM.beam_search",
+}
 
 
 class RequestOutputKind(Enum):
@@ -27,3 +36,10 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new since the last one
     FINAL_ONLY = 2  # one output, at the end
+
+
+def no_field(name: str, fields: Iterable[str]) -> str:
+    """Return an error's text: there is no field `name`, and what to use instead, which may be one of `fields`."""
+    near = difflib.get_close_matches(name, fields, 1)
+    use = f"; use {_INSTEAD[name]}" if name in _INSTEAD else f"; it has {near[0]!r}" if near else ""
+    return f"SamplingParams has no field {name!r}{use}"

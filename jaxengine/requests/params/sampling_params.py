@@ -9,7 +9,6 @@ is refused unless it has its default.
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -61,9 +60,7 @@ def _int(low: int, high: int, allowed: str) -> Rule:
 
 
 def _float(low: float, high: float, allowed: str) -> Rule:
-    """Return a rule that accepts real numbers from `low` to `high`, but no bool or NaN, and returns a float. allowed:
-    what is allowed, for the error's text.
-    """
+    """Return a rule that turns numbers from `low` to `high`, but no bool or NaN, into floats. allowed: for errors."""
 
     def check(name: str, value: Any) -> float:
         # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
@@ -97,9 +94,7 @@ def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
 
 
 def _number(row: Row) -> Rule:
-    """Return the rule of a parameter of ROWS: a number from row.low to row.high, of the type of row.neutral; row.off is
-    returned as row.neutral.
-    """
+    """Return the rule of a row of ROWS: numbers from low to high, of the type of `neutral`, which replaces `off`."""
     rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
     return rule if row.off is None else _read_as(rule, row.off, row.neutral)
 
@@ -317,6 +312,12 @@ class SamplingParams(SamplingFields):
     # Not supported yet: only the default is accepted.
     logits_processors: Any = None
 
+    def __new__(cls, *_: Any, **values: Any) -> Any:
+        """Return a new object. Raises TypeError for an unknown field, with the name of what to use."""
+        if unknown := values.keys() - _FIELDS.keys():
+            raise TypeError(limits.no_field(min(unknown), _RULES))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.is_greedy:
             if self.n > 1:
@@ -350,8 +351,7 @@ class SamplingParams(SamplingFields):
         unsupported field, and AttributeError, which names a similar field, for an unknown field.
         """
         if name not in _FIELDS:
-            near = difflib.get_close_matches(name, _RULES, 1)
-            raise AttributeError(f"SamplingParams has no field {name!r}" + (f"; it has {near[0]!r}" if near else ""))
+            raise AttributeError(limits.no_field(name, _RULES))
         rule, default = _RULES.get(name), _FIELDS[name]
         if rule is not None:
             value = rule(name, value)
@@ -375,9 +375,8 @@ class SamplingParams(SamplingFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
-        if no token has any. It is 0 with logprob_token_ids, which replace the likeliest tokens, and with
-        return_sampling_mass alone.
+        """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None if no
+        token has any. It is 0 with logprob_token_ids, which replace these tokens, and with return_sampling_mass alone.
         """
         return 0 if self.logprob_token_ids or (self.return_sampling_mass and not self.logprobs) else self.logprobs
 

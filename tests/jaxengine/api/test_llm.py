@@ -166,6 +166,7 @@ def test_metrics_of_a_request(make_llm):
     metrics = output.metrics
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
     assert output.finished and output.prompt_token_ids == PROMPTS[0]["prompt_token_ids"]
+    assert metrics.num_generation_tokens == 20 and output.lora_request is None and output.encoder_prompt is None
 
 
 BAD_PROMPTS = [

@@ -113,6 +113,8 @@ def test_token_ids_limits_and_cuts(make_pooling_llm):
     ids = [5, 9, 77, 12, 31, 40, 41, 3, 2]
     check_equal(embeddings(llm, [ids, {"prompt_token_ids": ids}]), GOLDENS["last"][[0, 0]])
     check_equal(embeddings(llm, [[7] * 30 + ids], truncate_prompt_tokens=len(ids)), GOLDENS["last"][:1])
+    kept = {"tokenization_kwargs": {"truncate_prompt_tokens": len(ids)}}
+    check_equal(embeddings(llm, [[7] * 30 + ids], **kept), GOLDENS["last"][:1])
     longest = llm.core.inputs.config.max_model_len
     assert embeddings(llm, [[7] * longest]).shape == (1, SIZE)  # no room is kept for a token
     check_equal(embeddings(llm, [[7] * 200], truncate_prompt_tokens=-1), embeddings(llm, [[7] * longest]))

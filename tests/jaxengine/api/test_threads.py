@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.api import llm as api_llm
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.fair_lock import FairLock
 
@@ -61,6 +62,22 @@ def test_calls_of_several_threads_run_together(make_llm):
     # Eight slots, twelve requests of thirty tokens: one by one they would take 360 steps.
     assert llm.core.engine.stats.num_steps - steps < 150
     assert llm._calls == {}
+
+
+def test_a_call_that_waits_for_a_paused_engine_says_so(make_llm, monkeypatch):
+    llm, said = make_llm(), []
+
+    def resume(*words):
+        said.append(words[0] % words[1:])
+        llm.wake_up() if llm.is_sleeping() else llm.resume_generation()
+
+    monkeypatch.setattr(api_llm, "_WAITS_BEFORE_WARNING", 1)
+    monkeypatch.setattr(api_llm._log, "warning", resume)
+    for pause in (llm.pause_generation, llm.sleep):
+        pause()
+        assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].finished
+    begin, end = "requests wait, because the engine", "lets them run"
+    assert said == [f"{begin} is paused: resume_generation() {end}", f"{begin} sleeps: wake_up() {end}"]
 
 
 def test_one_bad_call_ends_alone(make_llm):

@@ -7,10 +7,11 @@ from concurrent.futures import wait
 import jax
 import pytest
 
-from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
+from jaxengine import LLM, BeamSearchParams, LLMEngine, LoRARequest, RequestError, SamplingParams
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
+from jaxengine.requests.params.lora import one_for_each
 from jaxengine.requests.params.options import RequestOptions
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.fixtures.adapters import merged, write_adapter
@@ -66,6 +67,7 @@ def llm():
 
 def tokens(llm, prompts, lora_request=None, params=GREEDY):
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
+    assert [output.lora_request for output in outputs] == one_for_each(len(prompts), lora_request)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -113,6 +115,24 @@ def test_each_adapter_alone_and_then_none(llm, adapters, expected):
     for name, adapter in adapters.items():
         assert tokens(llm, PROMPTS, adapter) == expected[name], name
         assert tokens(llm, PROMPTS) == expected[None]
+
+
+def test_beams_and_single_steps_use_the_adapter(llm, adapters, expected):
+    adapter = adapters["rank 8"]
+    one = BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True)
+    for found, prompt, ids in zip(
+        llm.beam_search(PROMPTS, one, lora_request=adapter), PROMPTS, expected["rank 8"], strict=True
+    ):
+        assert found.sequences[0].tokens == prompt + ids
+    engine = LLMEngine(str(TINY_CHECKPOINT), **LORA)
+    engine.add_request("own", {"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=adapter)
+    engine.add_request("none", {"prompt_token_ids": PROMPTS[0]}, GREEDY)
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    assert ended["own"].outputs[0].token_ids == expected["rank 8"][0]
+    assert ended["own"].lora_request == adapter and ended["none"].lora_request is None
+    engine.shutdown()
 
 
 def test_all_adapters_and_rows_without_any_at_once(llm, adapters, expected):

@@ -35,6 +35,7 @@ GRAMMARS = {
     "regex": ("regex", "[a-z]{2,5}(-[0-9]+)?", {}),
     "choice": ("choice", json.dumps(["yes", "no (really)", "a.b", "é"]), {}),
     "lark": ("grammar", 'start: "a" start "b" | "c"', {}),
+    "lark inlined": ("grammar", '# rules\n?start: "a" start "b" | "c"', {}),
     "gbnf": ("grammar", 'root ::= "x" [0-9]+ | "y"', {}),
 }
 REFUSED = {

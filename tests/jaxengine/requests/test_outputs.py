@@ -89,4 +89,8 @@ def test_times_are_none_until_they_happened():
     metrics = RequestMetrics(arrival_time=10.0)
     assert metrics.time_in_queue is None and metrics.time_to_first_token is None
     metrics.queued_time, metrics.first_scheduled_time, metrics.first_token_time = 10.25, 10.75, 12.0
-    assert metrics.time_in_queue == 0.5 and metrics.time_to_first_token == 2.0
+    assert metrics.time_in_queue == 0.5 and metrics.time_to_first_token == metrics.first_token_latency == 2.0
+    assert (metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts) == (
+        *(10.25, 10.75, 12.0),
+        None,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import re
 import subprocess
 import sys
 
@@ -140,9 +141,22 @@ def test_every_field_is_covered_here():
     assert {field.name for field in dataclasses.fields(SamplingParams)} == WRONG.keys() | NOT_BUILT.keys()
 
 
-def test_unknown_field_is_refused():
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)
+@each_row(
+    "name,said",
+    {
+        "best_of": "; use n",
+        "guided_decoding": "; use structured_outputs",
+        "truncate_prompt_tokens": "; use tokenization_kwargs of LLM.generate",
+        "max_token": "; it has 'max_tokens'",
+        "xyzzy": "",
+    }.items(),
+)
+def test_unknown_field_is_refused(name, said):
+    text = re.escape(f"SamplingParams has no field {name!r}{said}") + "$"
+    with pytest.raises(TypeError, match=text):
+        SamplingParams(**{name: 2})
+    with pytest.raises(AttributeError, match=text):
+        setattr(SamplingParams(), name, 2)
 
 
 @given(

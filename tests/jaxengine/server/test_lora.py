@@ -229,7 +229,7 @@ async def test_an_adapter_unloaded_while_its_request_is_read_is_no_such_model(en
 async def test_a_request_of_a_program_loads_its_adapter(engine, admin):
     adapter = LoRARequest("own", 7, f"{admin['lora_root']}/b")
     async for output in engine.generate("Hello there", lora_request=adapter):
-        assert output.prompt == "Hello there"
+        assert output.prompt == "Hello there" and output.lora_request == adapter
     assert await engine.list_loras() == {7}
     assert await engine.remove_lora(7) and not await engine.remove_lora(7)
 
