@@ -1,6 +1,6 @@
 """LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744), LLaVA-NeXT (Liu et al. 2024), LLaVA-NeXT-Video (Zhang et al. 2024),
 LLaVA-OneVision (Li et al. 2024, arXiv:2408.03326), ViP-LLaVA (Cai et al. 2023, arXiv:2312.00784) and, as transformers
-stores it, Pixtral (Agrawal et al. 2024, arXiv:2410.07073): a Llama, Mistral or Qwen model with a vision tower.
+stores it, Pixtral (Agrawal et al. 2024, arXiv:2410.07073): Llama, or a model with its layers, with a vision tower.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.families.seed_oss import SeedOssForCausalLM
+from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next, read_vip_llava
 from jaxengine.models.vision.llava_next_video import read_llava_next_video
@@ -21,7 +24,7 @@ from jaxengine.models.vision.llava_onevision import read_llava_onevision
 from jaxengine.models.vision.pixtral import read_pixtral
 
 # text_config.model_type -> (family that reads it, transformers' defaults for fields that a file lacks). All have
-# Llama's layers.
+# Llama's layers. Files with the last three kinds must have all fields without a default in the family.
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -54,6 +57,9 @@ TEXTS: dict[str, tuple[type[LlamaForCausalLM], dict[str, Any]]] = {
     "mistral": (MistralForCausalLM, _MISTRAL),
     "qwen2": (Qwen2ForCausalLM, _QWEN),
     "qwen3": (Qwen3ForCausalLM, _QWEN),
+    "ernie4_5": (Ernie4_5ForCausalLM, {}),
+    "seed_oss": (SeedOssForCausalLM, {}),
+    "smollm3": (SmolLM3ForCausalLM, {}),
 }
 # Kernels of convolutions, which are flattened to matrices.
 FLATTENED = ("embeddings.patch_embedding.weight", ".patch_conv.weight")

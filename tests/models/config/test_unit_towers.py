@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.families.llama import LlamaForCausalLM
+from jaxengine.models.families.llava import TEXTS
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.registry import read_hf
 from scripts.model_names import read_names
@@ -179,6 +182,19 @@ def test_published(raw, unit, rows, features, layers):
     )
     assert config.num_layers == layers and config.tower.columns == () and config.tower.num_parts == 1
     assert config.tower.attends_both_ways == (raw is GEMMA3_VISION)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts_of_llava(kind):
+    """They are read as alone, by families with Llama's layers and names of tensors."""
+    family, _ = TEXTS[kind]
+    made = [name for name in dir(LlamaForCausalLM) if name.startswith("make_")]
+    assert made and all(getattr(family, name) is getattr(LlamaForCausalLM, name) for name in made)
+    assert family.checkpoint_names == LlamaForCausalLM.checkpoint_names
+    fields = {"sliding_window": None, "head_dim": 64, "bos_token_id": 3, "eos_token_id": 5}
+    text = LLAVA_SIGLIP["text_config"] | {"model_type": kind} | fields
+    seen, alone = read_hf(LLAVA | {"text_config": text}), read_hf(text | {"architectures": [family.__name__]})
+    assert replace(seen, tower=None, architecture=family.__name__) == alone
 
 
 def test_towers_of_internvl_without_positions():
