@@ -95,7 +95,7 @@ class CohereAsrLayer(AttendingLayer):
             config.num_layers,
             source=f"{LAYER}.second_sub_layer",
             names=(_PROJECTIONS[0], "out_projection"),
-            bias=attention.bias,
+            biases=(attention.bias, attention.bias),
             build=build,
         )
         names: dict[str, Any] = {"source": f"{LAYER}.third_sub_layer", "up": "dense_in", "down": "dense_out"}

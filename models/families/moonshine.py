@@ -53,8 +53,8 @@ class MoonshineLayer(AttendingLayer):
         )
         self.attention = Attention(attention, size, eps=EPS, source=f"{LAYER}.self_attn", build=build)
         sizes = attention.head_dim, tower.num_positions, config.num_layers
-        names = ("q_proj", "o_proj")
-        self.cross = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", names=names, bias=False, build=build)
+        names: dict[str, Any] = {"source": f"{LAYER}.encoder_attn", "names": ("q_proj", "o_proj")}
+        self.cross = CrossAttention(size, *sizes, **names, biases=(attention.bias, False), build=build)
         up, gate = parts_of(f"{LAYER}.mlp.fc1", ffn, ffn)
         self.mlp = GatedMLP(
             size,
@@ -91,7 +91,7 @@ class MoonshineForConditionalGeneration(Decoder):
             raise fields.fail("decoder_num_attention_heads", f"a divisor of hidden_size {size}")
         # transformers makes both parts with the encoder's heads, and gives queries as many heads as keys.
         equal = ("encoder_num_attention_heads", "encoder_num_key_value_heads", "decoder_num_key_value_heads")
-        fields.require(attention_bias=False, head_dim=size // heads, **dict.fromkeys(equal, heads))
+        fields.require(head_dim=size // heads, **dict.fromkeys(equal, heads))
         layers = fields.integer("decoder_num_hidden_layers")
         named = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
         rope = read_rope(fields, size // heads, partial_rotary=True, interleaved=True)
@@ -102,6 +102,7 @@ class MoonshineForConditionalGeneration(Decoder):
             activation=Activation("decoder_hidden_act", (tower.decoder_activation,)),
             tied=True,
             eps="layer_norm_eps",
+            bias=tower.has_bias,
         )
         return shared | {"tower": tower}
 

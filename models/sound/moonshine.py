@@ -51,6 +51,7 @@ class MoonshineTowerConfig(CrossedSoundConfig):
       size, num_layers, num_heads, ffn_size, activation: sizes of the encoder.
       rope: rotation of its queries and keys.
       decoder_activation: of the gates of the decoder's MLPs.
+      has_bias: whether queries, keys and values of both parts have a bias.
     """
 
     size: int
@@ -60,6 +61,7 @@ class MoonshineTowerConfig(CrossedSoundConfig):
     activation: str
     rope: Rope
     decoder_activation: str
+    has_bias: bool
 
     @property
     def activate_decoder(self) -> Callable[[jax.Array], jax.Array]:
@@ -101,6 +103,7 @@ def read_moonshine_tower(fields: ConfigFields, rope: Rope) -> MoonshineTowerConf
         activation=read_activation(fields, "encoder_hidden_act"),
         rope=rope,
         decoder_activation=read_activation(fields, "decoder_hidden_act", "silu"),
+        has_bias=fields.boolean("attention_bias", False),
     )
 
 
@@ -150,7 +153,7 @@ class MoonshineEncoderLayer(nnx.Module):
         size, source = config.size, f"{_LAYER}.self_attn"
         self.head_dim, heads = size // config.num_heads, tower_axis("heads", build)
         parts = tuple(Source(f"{source}.{name}_proj", size, group=self.head_dim) for name in "qkv")
-        self.qkv = Linear(size, parts, axes=("embed", heads), build=build)
+        self.qkv = Linear(size, parts, axes=("embed", heads), bias=config.has_bias, build=build)
         self.out = linear(size, f"{source}.o_proj", size, ("heads", "embed"), build, bias=False)
         self.attention_norm, self.mlp_norm = (
             UnbiasedLayerNorm(size, EPS, source=f"{_LAYER}.{name}", build=build)
@@ -185,8 +188,8 @@ class MoonshineTower(nnx.Module):
         layers = range(config.num_layers)
         self.layers = nnx.List([MoonshineEncoderLayer(config, replace(build, layer=layer)) for layer in layers])
         self.norm = UnbiasedLayerNorm(size, EPS, source=f"{ENCODER}.layer_norm", build=build)
-        source = "model.layers.{number}.encoder_attn"
-        self.cross = CrossProjections(config, size, size, source=source, bias=(False, False), build=build)
+        source, bias = "model.layers.{number}.encoder_attn", (config.has_bias, config.has_bias)
+        self.cross = CrossProjections(config, size, size, source=source, bias=bias, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the keys and values of U sounds for L decoder layers, [U, 2 L * S * D], for their samples

@@ -55,7 +55,7 @@ class CrossAttention(nnx.Module):
       num_layers: L, layers of the decoder.
       source: prefix of the checkpoint's modules; the projections to keys and values belong to the tower.
       names: of the projections to queries and after attention.
-      bias: whether both have a bias.
+      biases: whether each of the two has a bias.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class CrossAttention(nnx.Module):
         source: str,
         build: Build,
         names: tuple[str, str] = ("q_proj", "out_proj"),
-        bias: bool = True,
+        biases: tuple[bool, bool] = (True, True),
     ):
         self.head_dim, self.sizes = head_dim, (num_layers, 2, num_positions)
         q = (Source(f"{source}.{names[0]}", hidden_size, group=head_dim),)
-        self.q = Linear(hidden_size, q, axes=("embed", "heads"), bias=bias, build=build)
+        self.q = Linear(hidden_size, q, axes=("embed", "heads"), bias=biases[0], build=build)
         out = (Source(f"{source}.{names[1]}", hidden_size),)
-        self.out = Linear(hidden_size, out, axes=("heads", "embed"), bias=bias, build=build)
+        self.out = Linear(hidden_size, out, axes=("heads", "embed"), bias=biases[1], build=build)
 
     def queries(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Return the projected queries [T, N, H] of hidden states x [T, D]."""

@@ -213,7 +213,7 @@ def test_cohere_transcribe_and_moonshine():
         ({**moonshine, "encoder_num_hidden_layers": 10**6}, "encoder_num_hidden_layers must be an integer"),
         ({**moonshine, "decoder_num_hidden_layers": 10**6}, "decoder_num_hidden_layers must be an integer"),
         ({**moonshine, "hidden_size": 290}, "decoder_num_attention_heads must be a divisor of hidden_size 290"),
-        ({**moonshine, "attention_bias": True}, "attention_bias"),
+        ({**moonshine, "attention_bias": 1}, "attention_bias must be true or false"),
         ({**moonshine, "decoder_hidden_act": "unknown"}, "decoder_hidden_act must be one of"),
     ):
         with pytest.raises(ModelConfigError, match=message):

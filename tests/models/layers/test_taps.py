@@ -16,6 +16,7 @@ from jaxengine.models.config.taps import FINAL_NORM, Tap, TapError, all_taps, de
 from jaxengine.models.layers.taps import Taps, check_parts
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.unpaged import run_unpaged
+from tests.fixtures import attended_checkpoints, whisper_checkpoints
 from tests.fixtures.drawn_weights import FOLDER
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
@@ -71,7 +72,7 @@ def assert_activations(name: str) -> None:
 
 
 # Their layers read keys of blocks from pages, or a sound.
-PAGED = {"deepseek_v4", "deepseek_v41_plain", "whisper_wide_sound", "moonshine_sound", "cohere_asr_sound"}
+PAGED = {"deepseek_v4", "deepseek_v41_plain", *whisper_checkpoints.SIZES, *attended_checkpoints.KINDS}
 # Layers without attention or MLP, that have them in another module, or whose attention takes more than others.
 PARTS = {
     "decilm": "residual:0-5, attention_output:0 and 2 and 4, mlp_output:0-1 and 4, final_norm",
