@@ -26,9 +26,9 @@ _PATIENCE = 2000  # checks of the other threads' progress before the core is yie
 # Offsets in the structures of XLA's FFI, api version 0 (xla/ffi/api/c_api.h); library.py checks what may change.
 FRAME = {"extension": 8, "api": 16, "context": 24, "stage": 32, "num_arguments": 56, "arguments": 72, "results": 112}
 BUFFER = {"dtype": 16, "data": 24, "dims": 40}
-_METADATA = {"metadata": 24, "version_size": 8, "version_extension": 16, "major": 24, "minor": 28}
+_METADATA = {"kind": 8, "metadata": 24, "version_size": 8, "version_extension": 16, "major": 24, "minor": 28}
 _METADATA |= {"traits": 32, "id": 40}
-_EXECUTE = 3
+_EXECUTE, _METADATA_KIND = 3, 1
 _VERSION_BYTES, _SCHEDULE_BYTES, _THREADS_BYTES, _DESTROY_BYTES = 24, 40, 32, 24
 
 
@@ -140,9 +140,11 @@ class Handlers:
         function, b = self.begin(name, PTR, [PTR], inside=False)
         (frame,) = function.args
         extension = b.read(frame, FRAME["extension"], PTR)
-        with b.if_then(b.icmp_unsigned("!=", extension, NULL)):  # XLA asks for the version
-            self._fill_metadata(b, b.read(extension, _METADATA["metadata"], PTR))
-            b.ret(NULL)
+        with b.if_then(b.icmp_unsigned("!=", extension, NULL)):
+            kind = b.read(extension, _METADATA["kind"], I32)
+            with b.if_then(b.icmp_signed("==", kind, I32(_METADATA_KIND))):  # XLA asks for the version
+                self._fill_metadata(b, b.read(extension, _METADATA["metadata"], PTR))
+                b.ret(NULL)
         with b.if_then(b.icmp_signed("!=", b.read(frame, FRAME["stage"], I32), I32(_EXECUTE))):
             b.ret(NULL)
         api, context = b.read(frame, FRAME["api"], PTR), b.read(frame, FRAME["context"], PTR)

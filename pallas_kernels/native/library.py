@@ -37,6 +37,7 @@ _STRUCTURES = {
 _CONSTANTS = {"XLA_FFI_ExecutionStage_EXECUTE": 3, "XLA_FFI_DataType_BF16": 16, "XLA_FFI_Extension_Metadata": 1}
 _FUNCTIONS = "XLA_FFI_ThreadPool_Schedule", "XLA_FFI_ThreadPool_NumThreads", "XLA_FFI_Error_Destroy"
 _BEFORE_FUNCTIONS = 48  # bytes of XLA_FFI_Api: two words, the version's three, and one more
+_OLDEST = [0, 46]  # version of llvmlite; other packages may have brought an older one
 _NEEDED = "avx2", "fma", "f16c"  # every processor with AVX2 has F16C
 
 
@@ -62,7 +63,8 @@ def _load(rooms: tuple[str, ...]) -> str:
     """Return the description that `load` returns. Must be called under _LOCK."""
     try:
         return made(rooms)[0]
-    except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for what LLVM refuses
+    # llvmlite raises RuntimeError for what LLVM refuses, and OSError if its own library cannot be loaded.
+    except (ImportError, OSError, RuntimeError) as error:
         logger.info("this CPU runs plain XLA, and no machine code of llvmlite: %s", error)
         return ""
 
@@ -74,15 +76,14 @@ def made(rooms: tuple[str, ...]) -> tuple[str, Any]:
 
     rooms: packages, each with a module `code`, which has the names HANDLERS and a function `build`, and a module
     `check`, whose function `check` gets the addresses of functions by name and raises UnfitError if one is wrong.
-    Raises ImportError without llvmlite, RuntimeError for what LLVM refuses, and UnfitError for a processor other than
-    x86_64 or without AVX2, FMA and F16C, for an unknown FFI header, and if the code of any of them computes
-    something wrong: then none is used.
+    Raises what `compiled` raises, and UnfitError for a processor other than x86_64 and if the code of any of them
+    computes something wrong: then none is used.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
-    about, engine = compiled(rooms, llvm.get_host_cpu_name(), llvm.get_host_cpu_features())
+    about, engine = compiled(rooms, llvm.get_host_cpu_name(), host_features())
     for room in rooms:
         importlib.import_module(f"{room}.check").check(engine.get_function_address)
     for room in rooms:
@@ -97,12 +98,15 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
     llvmlite's engine with the code.
 
     rooms: as in `made`. cpu: the processor's name in LLVM. features: llvmlite's FeatureMap. Raises UnfitError without
-    AVX2, FMA and F16C or for an FFI header that `ffi_abi` refuses, ImportError without llvmlite, RuntimeError for what
-    LLVM refuses.
+    AVX2, FMA and F16C, for an llvmlite before version 0.46 or an FFI header that `ffi_abi` refuses, ImportError without
+    llvmlite, OSError if it cannot load its library, RuntimeError for what LLVM refuses.
     """
     import llvmlite  # pyright: ignore[reportMissingImports]
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
+    version = llvmlite.__version__
+    if [int(number) for number in re.findall(r"\d+", version)[:2]] < _OLDEST:
+        raise UnfitError(f"llvmlite has version {version}, allowed: 0.46 and later")
     if missing := [name for name in _NEEDED if not features.get(name)]:
         raise UnfitError(f"the processor has no {missing[0]}")
     abi = ffi_abi(Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h")
@@ -135,9 +139,19 @@ def has_feature(name: str) -> bool:
     """Return whether the processor has the feature `name`, as LLVM calls it, such as "avx512f". Raises ImportError
     without llvmlite.
     """
+    return bool(host_features().get(name))
+
+
+def host_features() -> Any:
+    """Return the features of this processor, llvmlite's FeatureMap, without AVX-512's extensions if it lacks AVX-512
+    itself, as a virtual machine may report: LLVM would end the process. Raises ImportError without llvmlite.
+    """
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
-    return bool(llvm.get_host_cpu_features().get(name))
+    features = llvm.get_host_cpu_features()
+    for name in () if features.get("avx512f") else features:
+        features[name] = features[name] and not name.startswith("avx512")
+    return features
 
 
 def with_vector_width(text: str, bits: int) -> str:

@@ -131,7 +131,7 @@ def ragged_paged_attention(
             schedule = schedule_xla.attention_schedule(batch, spec, **sizes, kv_limits=schedule.kv_limits)
         options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask}
         return attend_xla.ragged_paged_attention(q, kv, batch, schedule, **options, **rest)
-    sinks = jnp.full((heads,), -jnp.inf) if sinks is None else sinks
+    sinks = jnp.full((heads,), -jnp.inf, jnp.float32) if sinks is None else sinks
     scale = jnp.full((heads // spec.group_size,), spec.sm_scale, jnp.float32)
     scale = scale if kv.k_scale is None else scale * kv.k_scale
     shapes = [jax.ShapeDtypeStruct((num_tokens, heads, width), jnp.float32) for width in (spec.v_head_dim, 2)]

@@ -371,7 +371,7 @@ class _Item:
             for index, name in enumerate(("largest", "total")):
                 number = b.read(scratch[name], b.total((row, 4)), F32)
                 b.write(number, own["softmax"], b.total((place, 8), (4 * index,)))
-            divisor = b.select(b.fcmp_ordered(">", number, F32(0.0)), number, F32(1.0))
+            divisor = b.select(b.fcmp_ordered("==", number, F32(0.0)), F32(1.0), number)
             divisor = b.all_lanes(divisor)
             with b.loop(I64(0), own["value_width"], LANES) as (first, _):
                 found = b.read(scratch["sums"], b.total((row, own["value_width"], 4), (first, 4)), FLOATS)

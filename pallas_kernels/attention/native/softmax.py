@@ -30,7 +30,8 @@ CHUNKS = 4  # vectors of keys in a block
 # 2^f for f in [-0.5, 0.5]: coefficients of a least maximum relative error of 2e-9, from the highest power on.
 _EXP2 = 1.5353362e-4, 1.3398874e-3, 9.618437e-3, 5.5503324e-2, 0.24022648, 0.6931472, 1.0
 _LOG2_E = 1.44269504088896341
-_ROUNDING = 1.5 * 2.0**23  # a number of small magnitude is rounded by adding it, to the lowest bits of the sum
+# A number of small magnitude is rounded by adding this; the sum's lowest bits are the exponent field of its power of 2.
+_ROUNDING = 1.5 * 2.0**23 + 127.0
 _SMALLEST = -87.0  # the result for exponents below is that for this one, 1.6e-38
 
 
@@ -50,8 +51,8 @@ class Softmax:
         self.weigh_words = self._make_weigh("weigh_words", words=True)
 
     def _make_exp(self) -> Any:
-        """Build exp(f32 vector), for numbers up to 0, and return the LLVM function: exactly 1 for 0, and 1.6e-38 below
-        _SMALLEST.
+        """Build exp(f32 vector), for numbers up to 0, and return the LLVM function: exactly 1 for 0, 1.6e-38 below
+        _SMALLEST, and NaN for any NaN.
         """
         function, b = self._code.begin("exp", FLOATS, [FLOATS])
         function.attributes.add("alwaysinline")
@@ -61,8 +62,8 @@ class Softmax:
         found = each_lane(_EXP2[0])
         for coefficient in _EXP2[1:]:
             found = b.call(self._fma, [found, rest, each_lane(coefficient)])
-        exponent = b.shl(b.bitcast(rounded, INTS), each_lane(23))
-        b.ret(b.bitcast(b.add(b.bitcast(found, INTS), exponent), FLOATS))
+        power = b.bitcast(b.shl(b.bitcast(rounded, INTS), each_lane(23)), FLOATS)
+        b.ret(b.fmul(found, power))  # a product, as NaN must stay NaN whatever its lowest bits are
         return function
 
     def _make_cap(self) -> Any:

@@ -26,14 +26,15 @@ def few_rows_product(
     """Multiply x [M, in] by a matrix, codes * scales - zeros, with a handler: return f32 [M, out]. The handlers must be
     loaded (`library.load`).
 
-    Returns None if no handler supports the operands: another dtype, no rows or more than it is fast for, outputs that
-    are not a multiple of 64, groups that its vectors do not divide, or float32 that `has_many_rows` refuses.
+    Returns None if no handler supports the operands: another dtype, no rows or more than it is fast for, no inputs,
+    outputs that are not a multiple of 64, groups that its vectors do not divide, or float32 that `has_many_rows`
+    refuses.
 
     matrix: [in, out] int8, bfloat16 or float32, or [in / 2, out] uint8, pairs of four-bit codes. scales, zeros: [n,
     out], each for in / n neighbouring inputs; bfloat16 and float32 have none. is_table: the matrix is [out, in], or
     [out, in / 2]; there is no handler for tables of float32.
     """
-    if (kind := _KINDS.get(str(matrix.dtype))) is None:
+    if (kind := _KINDS.get(str(matrix.dtype))) is None or not matrix.size:
         return None
     lines, outputs = matrix.shape[::-1] if is_table else matrix.shape
     has_many = not is_table and has_many_rows(matrix)

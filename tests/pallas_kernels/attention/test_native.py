@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from dataclasses import replace
 
@@ -14,7 +15,14 @@ from jaxengine.pallas_kernels.attention.native import attend
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.native import library
-from jaxengine.pallas_kernels.registry import EXACT, attention_rows, kernel_kind, rows_of, without_rows
+from jaxengine.pallas_kernels.registry import (
+    EXACT,
+    NATIVE_ROOMS,
+    attention_rows,
+    kernel_kind,
+    rows_of,
+    without_rows,
+)
 from jaxengine.pallas_kernels.tuning import tuning_of
 from tests.pallas_kernels import conformance, pools
 from tests.pallas_kernels.cases import BY_NAME
@@ -177,6 +185,40 @@ def test_width_of_vectors_changes_no_bits(machine_code):
         assert np.isfinite(found[0][0]).all()
         for each, other in zip(*found, strict=True):
             np.testing.assert_array_equal(each, other)
+
+
+def test_what_is_no_number_stays_none(machine_code):
+    """Whatever bits it has: those of a NaN's mantissa are no exponent. Tokens beside it do not get it."""
+    from jaxengine.pallas_kernels.attention.native.code import JOB
+
+    nans = np.array([0x7FC00000, 0xFFC00000, 0x7FC00001, 0x7FA00001, 0x7FC000FF, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
+    q = np.ones((2 * len(nans), 1, 16), np.float32)
+    q.view(np.uint32)[::2, 0, 3] = nans
+    tiles = np.array([[0], [0], [len(q)]], np.int32)
+    arrays = {"tiles": tiles, "ranges": np.repeat(np.array([[0], [3]], np.int32), len(q), axis=1)}
+    arrays |= {"page_table": np.zeros((1, 1), np.int32), "scale": np.ones(1, np.float32) / 16}
+    numbers = {"blocks": 1, "num_tokens": len(q), "heads": 1, "width": 16, "num_pages": 1, "kv_heads": 1, "columns": 1}
+    numbers |= {"num_tiles": 1, "value_width": 16, "tiles_in_use": 1, "page_size": 16, "block_q": len(q)}
+    dtypes = {"attention_float32": np.float32, attend.WORDS: jnp.bfloat16}
+    for engine in (narrow(), without_dots(), library.made(NATIVE_ROOMS)[1]):
+        for (handler, dtype), cap, sink in itertools.product(dtypes.items(), (0.0, 5.0), (-np.inf, 1.0)):
+            upper = (q.view(np.uint32) >> 16).astype(np.uint16).view(jnp.bfloat16)
+            arrays |= {"q": q if dtype == np.float32 else upper, "pool": np.ones((1, 1, 512), dtype)}
+            arrays |= {"soft_cap": np.float32([cap]), "sinks": np.float32([sink])}
+            arrays |= {name: np.zeros((len(q), 1, width), np.float32) for name, width in (("o", 16), ("softmax", 2))}
+            fields = numbers | {name: own.ctypes.data for name, own in arrays.items()}
+            job = (ctypes.c_int64 * len(JOB.fields))(*(fields.get(name, 0) for name in JOB.fields))
+            address = engine.get_function_address(f"{handler}_items")
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
+            is_nan = np.isnan(arrays["q"].astype(np.float32)).any(axis=2)
+            np.testing.assert_array_equal(np.isnan(arrays["softmax"][..., 1]), is_nan)
+            np.testing.assert_array_equal(np.isnan(arrays["o"]), np.broadcast_to(is_nan[..., None], arrays["o"].shape))
+
+
+def test_64_bit_numbers_by_default(machine_code):
+    """Operands have the dtypes that handlers read, also with jax_enable_x64."""
+    with jax.enable_x64(True):
+        conformance.check_attention(BY_NAME["mixed"], "float32", "normal", replace(NATIVE, name="native, 64 bits"))
 
 
 def drawn_pool(rng: np.random.Generator, kv_dtype: str, num_pages: int, heads: int, dims: tuple[int, int]) -> KVPages:

@@ -22,6 +22,8 @@ from jaxengine.runner.executables import cache
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.pallas_kernels.machine_code import narrow, without_dots
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
+from tests.pallas_kernels.xla_stand_in import Fenced, StandIn
+from tests.tables import each_row
 
 IMPLEMENTATIONS = {quantized.quantized_matmul, quantized_table.quantized_table_matmul, dense.matmul}
 ERROR = 2e-6  # relative root of the mean square
@@ -112,6 +114,8 @@ def test_what_is_left_to_xla(machine_code, monkeypatch):
         "float16 scales": lambda: few(jnp.zeros((1, 64)), codes, scales.astype("float16")),
         "columns": lambda: few(jnp.zeros((1, 64)), codes[:, :96], scales[:, :96]),
         "no rows": lambda: few(jnp.zeros((0, 64)), codes, scales),
+        "no inputs": lambda: few(jnp.zeros((1, 0)), codes[:0], scales, scales),
+        "no outputs": lambda: few(jnp.zeros((1, 64)), codes[:, :0], scales[:, :0]),
         "a row and a table of float32": lambda: few(jnp.zeros((1, 128)), wide, is_table=True),
         "inputs of float32": lambda: few(jnp.zeros((1, 48)), wide[:48]),
         "many rows and a table of float32": lambda: many(jnp.zeros((9, 128)), wide, is_table=True),
@@ -191,6 +195,85 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits_of_many_rows(machi
         assert np.isfinite(found[0]).all()
         for each in found[1:]:
             np.testing.assert_array_equal(each, found[0])
+
+
+# Handler, rows, inputs and outputs of fenced operands.
+FENCED = [
+    *(("int8", 3, 34, 64), ("pairs", 5, 48, 192), ("bfloat16", 1, 7, 128), ("float32", 3, 96, 64)),
+    *(("dots", 2, 160, 128), ("int8_table", 6, 48, 64), ("pairs_table", 3, 96, 128), ("bfloat16_table", 1, 80, 192)),
+    *(("many_float32", 13, 96, 320), ("many_bfloat16", 49, 160, 320), ("many_bfloat16_table", 150, 64, 64)),
+]
+
+
+@each_row(("handler", "rows", "inputs", "outputs"), FENCED)
+def test_handlers_stay_within_their_operands(machine_code, handler, rows, inputs, outputs):
+    """On operands of any alignment, and when threads of the pool come late, when it has none, and when it fails."""
+    kind, is_table = handler.removeprefix("many_").removesuffix("_table"), handler.endswith("_table")
+    x_type = jnp.bfloat16 if kind == "dots" or handler.startswith("many_bf") else np.float32
+    rng, operands = np.random.default_rng(rows), []
+    if kind in ("int8", "pairs"):
+        codes = rng.integers(-8, 8, (inputs, outputs), np.int8)
+        matrix = codes if kind == "int8" else (codes[0::2] & 15 | codes[1::2] << 4).view(np.uint8)
+        operands = [rng.standard_normal((1, outputs)).astype(np.float32)]
+        wide = codes * operands[0].astype(np.float64)
+    else:
+        matrix = rng.standard_normal((inputs, outputs)).astype(np.float32 if kind == "float32" else jnp.bfloat16)
+        wide = matrix.astype(np.float64)
+    x = rng.standard_normal((rows, inputs)).astype(x_type)
+    exact = x.astype(np.float64) @ wide
+    x = x.reshape(rows, -1, 16, 2).swapaxes(2, 3).reshape(x.shape) if handler == "pairs_table" else x
+    operands = [x, np.ascontiguousarray(matrix.T) if is_table else matrix, *operands]
+    address = library.made(NATIVE_ROOMS)[1].get_function_address(handler)
+    for at_end, threads, schedule in (
+        *((True, 64, "late"), (True, 1, "now"), (False, 3, "error")),
+        *((True, 5, "now"), (False, 4, "thread"), (True, 0, "now")),
+    ):
+        fenced, xla = Fenced(), StandIn(threads, schedule, counts=threads > 0)
+        copies = [fenced.copy(own, at_end=at_end) for own in operands]
+        y = fenced.copy(np.full(exact.shape, np.nan, np.float32), at_end=at_end)
+        xla.call(address, copies, y)
+        assert error(y, exact) < ERROR
+        y[...] = np.nan
+        xla.finish()
+        assert np.isnan(y).all()  # whoever comes late finds nothing to do
+
+
+def test_only_a_metadata_extension_asks_for_the_version(machine_code):
+    x, matrix, y = np.ones((1, 32), np.float32), np.ones((32, 64), np.float32), np.zeros((1, 64), np.float32)
+    StandIn(1, "now").call(library.made(NATIVE_ROOMS)[1].get_function_address("float32"), [x, matrix], y, extension=2)
+    assert (y == 32).all()
+
+
+def test_an_unfit_llvmlite_is_named(machine_code, monkeypatch, caplog):
+    """One that numba has brought, and one whose own library cannot be loaded."""
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    def unloadable() -> str:
+        raise OSError("Could not find/load shared object file 'libllvmlite.so'")
+
+    monkeypatch.setattr(library, "made", library.made.__wrapped__)
+    with caplog.at_level("INFO", library.__name__):
+        with monkeypatch.context() as patch:
+            patch.setattr(llvmlite, "__version__", "0.43.0")
+            assert library._load.__wrapped__(NATIVE_ROOMS) == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(llvm, "get_host_cpu_name", unloadable)
+            assert library._load.__wrapped__(NATIVE_ROOMS) == ""
+    assert "llvmlite has version 0.43.0, allowed: 0.46 and later" in caplog.text and "libllvmlite.so" in caplog.text
+
+
+def test_features_without_the_one_they_extend_are_not_used(machine_code, monkeypatch):
+    """LLVM ends the process where it is to multiply bfloat16 without AVX-512."""
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    for name in ("avx2", "avx512bf16", "avx512vl"):
+        features[name] = True
+    features["avx512f"] = False
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+    assert library.host_features()["avx2"] and not library.has_feature.__wrapped__("avx512bf16")
+    assert "+avx512" not in library.host_features().flatten()
 
 
 def test_another_ffi_or_processor_is_named(tmp_path, monkeypatch, caplog):

@@ -186,7 +186,7 @@ MUTANTS = [
         _INT8,
     ),
     Mutant("sums that are not divided", _CODE, "b.fdiv(found, divisor)", "found", _ANY),
-    Mutant("exp without its power of two", _SOFTMAX, "b.add(b.bitcast(found, INTS), exponent)", "exponent", _ANY),
+    Mutant("exp without its power of two", _SOFTMAX, "b.fmul(found, power)", "power", _ANY),
     Mutant("exp of no rest", _SOFTMAX, "b.fsub(each_lane(_ROUNDING), rounded)", "each_lane(0.0)", _ANY),
     Mutant("words of the first chunk", _COPIES, "(first, I64(block))", "(first, I64(0))", _WORDS),
     Mutant("keys of a word exchanged", _COPIES, "part in (lane, LANES + lane)", "part in (LANES + lane, lane)", _WORDS),
