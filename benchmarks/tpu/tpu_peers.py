@@ -5,11 +5,13 @@ process's jax and libtpu: one compiler for both. Each kernel is compiled as it s
 chooses for a step of 64 decodes or of 2,048 tokens, tables of 8,192 keys, pages of 128. The loop over blocks of keys is
 read from the compiled program (tpu_bundles): "arithmetic" is the bundles that multiply, with softmax, for 1,024 keys
 and one token (decode) or 128 (prefill), with all heads; "loop" is the whole pass, which also starts and awaits copies.
-The block is full and neither first nor last: ours masks no key of it then, theirs always does. Bundles are of one core:
-on v5p ours uses both, theirs one. `kept` compares the ratios, ours to theirs, with LIMITS. "peak" is the cycles that
-the same arithmetic takes on a core's matrix units at their peak: fewer bundles than that only mean that the core waits
-for them. Where a kernel is refused, its block is the reason; where theirs asks for more VMEM than tpu7x has, it gets
-its blocks for v6e. A file's rows that are not measured are kept.
+The block is full and neither first nor last: ours masks no key of it then, theirs always does. Bundles are of one core.
+The grid of ours has a parallel dimension, which a device of two cores (v5p) divides between them; that of theirs has
+none, so that one core runs it: "device_ratio" is the loop's ratio with what each core does at once. `kept` compares the
+ratios of one core, ours to theirs, with LIMITS. "peak" is the least cycles that a core's matrix units take for the same
+products: fewer bundles than that only mean that the core waits for them. Where a kernel is refused, its block is the
+reason; where theirs asks for more VMEM than tpu7x has, it gets its blocks for v6e. A file's rows that are not measured
+are kept.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ TOKENS = {"decode": 64, "prefill": 2048}
 MAX_PAGES = 64
 NORMAL_KEYS, NORMAL_TOKENS = 1024, 128
 COMPILE_S = 1800.0  # most seconds of compiling one kernel
+CORES = {"v5p": 2}  # cores that are one device, if more than one
+UNIT_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}  # rows and columns of a matrix unit
 LIMITS = {"decode": 0.8, "prefill": 0.65, "loop": 0.85}  # of the arithmetic's ratio by step, and of the loop's
 
 
@@ -70,13 +74,15 @@ def cost(target: str, build: str, step: str, **arguments: Any) -> Cost:
 
 
 def peak_cycles(target: str, step: str, heads: tuple[int, int], head_dim: int) -> int:
-    """Return the cycles of one core in which its matrix units, at their peak, multiply the queries and weights of one
-    token (decode) or NORMAL_TOKENS (prefill) with NORMAL_KEYS keys and values.
+    """Return the least cycles in which the matrix units of one core multiply the queries and weights of one token
+    (decode) or NORMAL_TOKENS (prefill) with NORMAL_KEYS keys and values.
 
-    step: key of TOKENS. heads: query heads and KV heads.
+    A product takes as long as one whose heads fill the unit: a narrower head leaves rows of it idle, of keys, or
+    columns, of values. step: key of TOKENS. heads: query heads and KV heads.
     """
-    rows = heads[0] * (1 if step == "decode" else NORMAL_TOKENS)
-    return round(2 * rows * NORMAL_KEYS * 2 * head_dim / TARGETS[target].flops * CLOCKS[target])
+    rows, width = heads[0] * (1 if step == "decode" else NORMAL_TOKENS), UNIT_WIDTH[target]
+    filled = -(-head_dim // width) * width
+    return round(2 * rows * NORMAL_KEYS * 2 * filled / TARGETS[target].flops * CLOCKS[target])
 
 
 def measure(target: str, step: str, heads: tuple[int, int], head_dim: int, python: str) -> dict[str, Any]:
@@ -110,6 +116,7 @@ def measure(target: str, step: str, heads: tuple[int, int], head_dim: int, pytho
         "our_loop": ours.loop,
         "their_loop": theirs.loop,
         "loop_ratio": loop,
+        "device_ratio": None if loop is None else round(loop / CORES.get(target, 1), 3),
         "peak": peak_cycles(target, step, heads, head_dim),
         "kept": kept,
     }

@@ -1,13 +1,15 @@
 """Workloads: the recorded W1, W2, W3 and CHAT, random requests of fixed lengths, and a ragged trace.
 
-`workloads.json` holds token ids and the greedy continuations by Hugging Face transformers in float32 for the default
-model; tests use the same file.
+Of the recorded ones, whose greedy continuations are those of Hugging Face transformers in float32 for the default
+model, `workloads.json` has the number of token ids of each text, and `workloads.ids.xz` the ids, uint16, in this order.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import lzma
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -49,19 +51,24 @@ def recorded(name: str) -> Workload:
     """Return the workload `name` of workloads.json, whose requests all have one output length. Raises ValueError for an
     unknown name.
     """
-    every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
     if name not in NAMES:
         raise ValueError(f"workload is {name!r}; allowed: {', '.join(NAMES)}")
+    folder = files("jaxengine.bench")
+    every = json.loads(folder.joinpath("workloads.json").read_text())
+    ids = iter(memoryview(lzma.decompress(folder.joinpath("workloads.ids.xz").read_bytes())).cast("H"))
+    for each in every.values():
+        for part in ("prefix", "prompts", "reference"):
+            each[part] = [tuple(itertools.islice(ids, length)) for length in each[part]]
     found = every[name]
-    prefix = found.get("prefix", [])
-    prompts = tuple((*prefix, *prompt) for prompt in found["prompts"])
+    prefix = sum(found["prefix"], ())
+    prompts = tuple(prefix + prompt for prompt in found["prompts"])
     return Workload(
         name=name,
         prompts=prompts,
         max_tokens=(found["max_tokens"],) * len(prompts),
         shared_prefix=len(prefix),
         stop_token_ids=tuple(found.get("stop_token_ids", ())),
-        reference=tuple(map(tuple, found["reference"])),
+        reference=tuple(found["reference"]),
     )
 
 

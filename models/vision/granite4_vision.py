@@ -64,10 +64,12 @@ class Granite4TowerConfig(VitTowerConfig):
       queries: sizes of the Q-Formers, which are alike.
       parts: parts of the embeddings, in the order of the text model's layers. One that is added before the first layer
         replaces what tokens have there; without it that is zeros.
+      skipped: prefixes of the projectors' tensors that no part uses.
     """
 
     queries: QueryConfig
     parts: tuple[Part, ...]
+    skipped: tuple[str, ...]
 
     @property
     def lines(self) -> int:
@@ -77,7 +79,7 @@ class Granite4TowerConfig(VitTowerConfig):
     @property
     def unused(self) -> tuple[str, ...]:
         layers = self.unused_layers(f"{TOWER}.encoder.layers", max(part.depth for part in self.parts))
-        return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *layers)
+        return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *layers, *self.skipped)
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Granite4Tower(self, hidden_size, build)
@@ -87,12 +89,12 @@ def read_granite4_vision(fields: ConfigFields, num_layers: int) -> Granite4Tower
     """Return the tower's configuration from a config.json. num_layers: number of the text model's layers.
 
     Raises ModelConfigError for wrong fields, for a downsample_rate other than one half, for windows that do not divide
-    a unit, and for layers of the text model that are named twice or do not exist.
+    a unit, and if no layer of the text model is named.
     """
     fields.require(use_spatial_sampling=True, use_image_newline_parameter=True)
     vit = read_llava(fields).vit
     query, window = _read_rate(fields, vit)
-    parts = _read_parts(fields, vit.num_layers, num_layers)
+    parts, skipped = _read_parts(fields, vit.num_layers, num_layers)
     layers = [part.layer for part in parts]
     side = vit.grid // _HALF
     first = () if layers[0] == 0 else (0,)
@@ -106,6 +108,7 @@ def read_granite4_vision(fields: ConfigFields, num_layers: int) -> Granite4Tower
         vit=vit,
         queries=_read_queries(fields, vit.hidden_size, query**2, window**2),
         parts=parts,
+        skipped=skipped,
     )
 
 
@@ -122,23 +125,25 @@ def _read_rate(fields: ConfigFields, vit: VitConfig) -> tuple[int, int]:
     return int(query), int(window)
 
 
-def _read_parts(fields: ConfigFields, depth: int, num_layers: int) -> tuple[Part, ...]:
+def _read_parts(fields: ConfigFields, depth: int, num_layers: int) -> tuple[tuple[Part, ...], tuple[str, ...]]:
     """Return the parts of the embeddings in the order of the text model's layers, from `deepstack_layer_map`,
-    `spatial_vision_layer` (default: -1) and `spatial_target_layers` (default: 12, 15, 18 and 21).
+    `spatial_vision_layer` (default: -1) and `spatial_target_layers` (default: 12, 15, 18 and 21), and the prefixes of
+    the tensors of projectors that no part uses.
 
-    depth, num_layers: number of layers of the tower, and of the text model. Raises ModelConfigError for a field that is
-    missing or wrong, and for layers of the text model that are named twice or do not exist.
+    depth, num_layers: number of layers of the tower, and of the text model. As in transformers, of projectors with the
+    same layer of the text model the last counts, and those with a layer that it lacks do not. Raises ModelConfigError
+    for a field that is missing or wrong, and if no projector counts.
     """
     pairs = fields.value("deepstack_layer_map", None)
     pairs = [list(pair) if isinstance(pair, list | tuple) else pair for pair in pairs] if _is_list(pairs) else pairs
-    if not _is_list(pairs) or any(not _are_integers(pair, 2) for pair in pairs):
+    if not _is_list(pairs) or any(not _are_integers(pair) or len(pair) != 2 for pair in pairs):
         raise fields.fail("deepstack_layer_map", "a list of pairs [vision layer, text layer]")
     targets = fields.value("spatial_target_layers", None)
     targets = [12, 15, 18, 21] if targets is None else targets
-    if not _are_integers(targets, _CORNERS):
-        raise fields.fail("spatial_target_layers", f"a list of {_CORNERS} layers")
+    if not _are_integers(targets) or len(targets) > _CORNERS:
+        raise fields.fail("spatial_target_layers", f"a list of up to {_CORNERS} layers")
     last = read_layer_index(fields, fields.value("spatial_vision_layer", -1), depth, "spatial_vision_layer")
-    found = [
+    named = [
         Part(
             source=f"{LAYERWISE}.{number}",
             depth=read_layer_index(fields, vision, depth, "deepstack_layer_map"),
@@ -147,12 +152,14 @@ def _read_parts(fields: ConfigFields, depth: int, num_layers: int) -> tuple[Part
         )
         for number, (vision, layer) in enumerate(pairs)
     ]
-    found += [Part(source=f"{SPATIAL}.{n}", depth=last, layer=layer, corner=n) for n, layer in enumerate(targets)]
-    layers = [part.layer for part in found]
-    if len(set(layers)) < len(layers) or not all(0 <= layer < num_layers for layer in layers):
-        named = [name for name in ("deepstack_layer_map", "spatial_target_layers") if fields.has(name)]
-        raise fields.fail(named[-1], f"different layers of the text model, 0 to {num_layers - 1}, in both lists")
-    return tuple(sorted(found, key=lambda part: part.layer))
+    named += [Part(source=f"{SPATIAL}.{n}", depth=last, layer=layer, corner=n) for n, layer in enumerate(targets)]
+    found = {part.layer: part for part in named if 0 <= part.layer < num_layers}
+    if not found:
+        raise fields.fail("deepstack_layer_map", f"with a layer of the text model, 0 to {num_layers - 1}")
+    sources = [f"{LAYERWISE}.{number}" for number in range(len(pairs))] + [f"{SPATIAL}.{n}" for n in range(_CORNERS)]
+    used = {part.source for part in found.values()}
+    skipped = tuple(f"{source}." for source in sources if source not in used)
+    return tuple(found[layer] for layer in sorted(found)), skipped
 
 
 def _is_list(value: Any) -> bool:
@@ -160,9 +167,9 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _are_integers(value: Any, count: int) -> bool:
-    """Return whether a field's value is a list of this many integers."""
-    return _is_list(value) and len(value) == count and all(type(each) is int for each in value)
+def _are_integers(value: Any) -> bool:
+    """Return whether a field's value is a list of integers."""
+    return _is_list(value) and all(type(each) is int for each in value)
 
 
 def _read_queries(fields: ConfigFields, size: int, num_queries: int, window: int) -> QueryConfig:

@@ -1,5 +1,5 @@
 """Vision tower of Ovis2 (Lu et al. 2024, arXiv:2405.20797): AIMv2 (Fini et al. 2024, arXiv:2411.14402), whose states
-become probabilities of visual words, and these a mean of the words' embeddings.
+become probabilities of visual words, and these a mean of the words' embeddings, or that of the likeliest word.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_visual_indicator_tokens": 5,
 }
 _HEAD_EPS = 1e-5
+_LIKELIEST = "st_argmax"
 # What stands around and between the tiles of an image, in the order of the last visual words.
 NUM_INDICATORS = 5
 
@@ -57,6 +58,7 @@ class Ovis2TowerConfig(VitTowerConfig):
       factor: number of patches along a side of the square that becomes one embedding.
       num_words: number of visual words, those of indicators included.
       attention_bias, mlp_bias: presence of biases in the layers.
+      likeliest: whether an embedding is that of the likeliest word alone.
       as_first: whether checkpoints are as first published, whose code chooses words by the states before the last norm.
     """
 
@@ -64,6 +66,7 @@ class Ovis2TowerConfig(VitTowerConfig):
     num_words: int
     attention_bias: bool
     mlp_bias: bool
+    likeliest: bool
     as_first: bool = False
 
     @property
@@ -76,11 +79,13 @@ class Ovis2TowerConfig(VitTowerConfig):
 
 def read_ovis2(fields: ConfigFields) -> Ovis2TowerConfig:
     """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, for another number
-    of indicators than NUM_INDICATORS, a `tokenize_function` other than softmax, and a `hidden_stride` that does not
-    divide the patches of a side.
+    of indicators than NUM_INDICATORS, a `tokenize_function` other than softmax and st_argmax, and a `hidden_stride`
+    that does not divide the patches of a side.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
-    vision.require(tokenize_function="softmax", num_visual_indicator_tokens=NUM_INDICATORS)
+    vision.require(num_visual_indicator_tokens=NUM_INDICATORS)
+    if (function := vision.text("tokenize_function", "softmax")) not in ("softmax", _LIKELIEST):
+        raise vision.fail("tokenize_function", f"softmax or {_LIKELIEST}")
     vit = read_vit(vision.with_defaults(layer_norm_eps=vision.number("rms_norm_eps", 1e-5)))
     factor = read_merge(vision, "hidden_stride", vision.integer("hidden_stride", 1), vit)
     num_words = vision.integer("vocab_size")
@@ -96,6 +101,7 @@ def read_ovis2(fields: ConfigFields) -> Ovis2TowerConfig:
         num_words=num_words,
         attention_bias=vision.boolean("qkv_bias", False),
         mlp_bias=vision.boolean("mlp_bias", False),
+        likeliest=function == _LIKELIEST,
     )
 
 
@@ -165,7 +171,8 @@ class Ovis2Tower(nnx.Module):
             x = self.last_norm(x)
         with jax.named_scope("words"):
             logits = self.head_norm(self.head(joined_neighbours(x, vit.grid, config.factor)))
-            rows = mean_of_words(logits, words[:-NUM_INDICATORS])
+            own = words[:-NUM_INDICATORS]
+            rows = own[logits.argmax(axis=-1)] if config.likeliest else mean_of_words(logits, own)
         rows = rows.reshape(num_units, -1, words.shape[1])
         ends = jnp.broadcast_to(words[-NUM_INDICATORS:], (num_units, NUM_INDICATORS, words.shape[1]))
         return jnp.concatenate([rows, ends], axis=1).reshape(-1, words.shape[1])

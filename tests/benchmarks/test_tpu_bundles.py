@@ -83,6 +83,13 @@ def test_a_full_block_in_the_middle_counts():
 
 def test_cycles_at_peak_are_of_one_core():
     # A core of v5p has four matrix units of 128 x 128; one of v6e or tpu7x has two of 256 x 256 at two rows a cycle.
-    for target, cycles in (("v5p", 16384), ("v6e", 4096), ("tpu7x", 4096)):
-        assert abs(peak_cycles(target, "prefill", (32, 8), 128) / cycles - 1) < 0.01
-        assert abs(peak_cycles(target, "decode", (32, 8), 128) / cycles - 1 / 128) < 0.01
+    for target, head_dim, cycles in (
+        ("v5p", 128, 16384),
+        ("v5p", 64, 16384),
+        ("v5p", 256, 32768),
+        ("v6e", 128, 8192),
+        ("v6e", 256, 8192),
+        ("tpu7x", 128, 8192),
+    ):
+        assert abs(peak_cycles(target, "prefill", (32, 8), head_dim) / cycles - 1) < 0.01
+        assert abs(peak_cycles(target, "decode", (32, 8), head_dim) / cycles - 1 / 128) < 0.01

@@ -23,7 +23,7 @@ VIDEOS = {
 }
 # Sounds; containers of videos may also have sound alone.
 SOUNDS = {
-    "WAV": re.compile(rb"RIFF.{4}WAVE", re.DOTALL),
+    "WAV": re.compile(rb"(?:RIFF|RF64|BW64).{4}WAVE", re.DOTALL),
     "FLAC": re.compile(rb"fLaC"),
     "Ogg": re.compile(rb"OggS"),
     "MP3": re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]"),

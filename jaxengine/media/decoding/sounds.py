@@ -26,9 +26,12 @@ from jaxengine.media.decoding.resample import resampled, resampled_parts
 MIN_RATE, MAX_RATE, MAX_CHANNELS = 1_000, 384_000, 8
 # FFmpeg's names of demuxers, by file_types.SOUNDS.
 _DEMUXERS = {"MP3": "mp3", "FLAC": "flac", "Ogg": "ogg", "MP4": "mov", "WebM": "matroska", "WAV": "wav"}
-_CODECS = ("mp3", "mp3float", "flac", "vorbis", "opus", "libopus", "aac", "alac")
+_CODECS = ("mp3", "mp3float", "mp2", "mp2float", "flac", "vorbis", "opus", "libopus", "aac", "alac")
 _PCM = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
-_EXTENSIBLE = 0xFFFE
+_ALAW, _MULAW, _EXTENSIBLE = 6, 7, 0xFFFE
+_PCM |= {(_ALAW, 8): "u1", (_MULAW, 8): "u1"}
+# Limit of samples, far above any scale, within which every spectrogram is finite.
+_LOUDEST = 1e10
 FORMS = "the bytes or Path of a file, an array of samples at the rate of the model, or a pair (array, rate)"
 
 
@@ -39,7 +42,7 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget, model_r
     value: see FORMS; arrays are [N] or [channels, N], of floats from -1 to 1, int16 or int32. budget: budget of the
     prompt; decoded seconds are taken from it before they are stored. model_rate: samples a second of the result, and of
     an array that is given without a rate. Blocks while it reads and decodes. Raises MediaError for other values, a file
-    that is damaged, of an unknown type, too large or too long, no samples, and samples that are not finite.
+    that is damaged, of an unknown type, too large or too long, no samples, and samples beyond _LOUDEST.
     """
     if isinstance(value, Spectrogram) or (isinstance(value, Sound) and value.rate == model_rate):
         return value
@@ -104,11 +107,13 @@ def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
     """Yield (kind, content) of the chunks of a RIFF file; content is a view, shorter than announced if the
-    file is cut.
+    file is cut. Samples announced as 0 bytes are all that follow: a program that writes a stream knows no length.
     """
     view, at = memoryview(data), 12
     while at + 8 <= len(data):
         size = int.from_bytes(data[at + 4 : at + 8], "little")
+        if data[at : at + 4] == b"data" and not size:
+            size = len(data)
         yield data[at : at + 4], view[at + 8 : at + 8 + size]
         at += 8 + size + size % 2
 
@@ -117,16 +122,15 @@ def _wav_form(chunk: memoryview) -> tuple[int, int, int, int]:
     """Return (format code, channels, rate, bits of a sample) of a WAV header, `chunk`, of at least 16 bytes. The code
     of an extensible header is that of its subformat.
 
-    Raises MediaError for formats other than PCM and floats, and for rates and numbers of channels that are not allowed.
+    Raises MediaError for formats that are not in _PCM, and for rates and numbers of channels that are not allowed.
     """
     code, channels = (int.from_bytes(chunk[at : at + 2], "little") for at in (0, 2))
     rate, bits = int.from_bytes(chunk[4:8], "little"), int.from_bytes(chunk[14:16], "little")
     if code == _EXTENSIBLE and len(chunk) >= 26:
         code = int.from_bytes(chunk[24:26], "little")
     if (code, bits) not in _PCM:
-        raise MediaError(
-            f"is a WAV file of format {code} with {bits} bits; allowed: PCM of 8, 16, 24, 32 bits, or floats"
-        )
+        allowed = "PCM of 8, 16, 24, 32 bits, floats, A-law, mu-law"
+        raise MediaError(f"is a WAV file of format {code} with {bits} bits; allowed: {allowed}")
     if not 1 <= channels <= MAX_CHANNELS:
         raise MediaError(f"has {channels} channels; allowed: 1 to {MAX_CHANNELS}")
     return code, channels, _checked_rate(rate), bits
@@ -143,7 +147,22 @@ def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.n
         values: np.ndarray = ((parts[:, 0] << 8) | (parts[:, 1] << 16) | (parts[:, 2] << 24)).astype(np.int32)
     else:
         values = np.frombuffer(whole, _PCM[code, bits])
+    if code in (_ALAW, _MULAW):
+        values = _linear(np.arange(256), code == _MULAW)[values]
     return _mono(values.reshape(-1, channels).T)
+
+
+def _linear(codes: np.ndarray, is_mu: bool) -> np.ndarray:
+    """Return the samples, int16, of codes of 8 bits of ITU-T G.711's mu-law (is_mu) or A-law: a sign, three bits of an
+    exponent and four of a mantissa.
+    """
+    codes = codes ^ (0xFF if is_mu else 0x55)
+    mantissa, exponent = codes & 15, codes >> 4 & 7
+    if is_mu:
+        sizes = ((mantissa * 8 + 132) << exponent) - 132
+    else:
+        sizes = (mantissa * 16 + 8 + 256 * (exponent > 0)) << np.maximum(exponent - 1, 0)
+    return np.where((codes >= 128) == is_mu, -sizes, sizes).astype(np.int16)
 
 
 def _read_av(data: bytes, name: str, budget: SecondsBudget, model_rate: int) -> np.ndarray:
@@ -188,22 +207,27 @@ def _av_stream(container: Any, name: str) -> Any:
 
 def _av_parts(container: Any, stream: Any, budget: SecondsBudget) -> Iterator[np.ndarray]:
     """Yield the samples of a sound stream as they are decoded, f32[n] each, channels averaged; take their seconds from
-    the budget.
+    the budget. Packets that cannot be decoded, such as padding after an MP3, are left out, as FFmpeg's programs do.
 
     container, stream: objects of PyAV. Raises MediaError if the rate changes, for too many channels, more seconds than
     the budget has, and more than 6 * MAX_SECONDS seconds of decoding.
     """
     rate, until = stream.codec_context.sample_rate, time.monotonic() + 6 * MAX_SECONDS
-    for frame in container.decode(stream):
+    for packet in container.demux(stream):
         if time.monotonic() > until:
             raise MediaError(f"takes more than {6 * MAX_SECONDS:.0f} seconds to decode")
-        if frame.sample_rate != rate or not 1 <= frame.layout.nb_channels <= MAX_CHANNELS:
-            raise MediaError(f"changes its rate, or has more than {MAX_CHANNELS} channels")
-        values = frame.to_ndarray()
-        if not frame.format.is_planar:
-            values = values.reshape(-1, frame.layout.nb_channels).T
-        budget.take(values.shape[-1] / rate)
-        yield _mono(values)
+        try:
+            frames = packet.decode()
+        except ValueError:  # PyAV's InvalidDataError
+            continue
+        for frame in frames:
+            if frame.sample_rate != rate or not 1 <= frame.layout.nb_channels <= MAX_CHANNELS:
+                raise MediaError(f"changes its rate, or has more than {MAX_CHANNELS} channels")
+            values = frame.to_ndarray()
+            if not frame.format.is_planar:
+                values = values.reshape(-1, frame.layout.nb_channels).T
+            budget.take(values.shape[-1] / rate)
+            yield _mono(values)
 
 
 def _mono(values: np.ndarray) -> np.ndarray:
@@ -220,7 +244,8 @@ def _mono(values: np.ndarray) -> np.ndarray:
     elif kind in (np.int16, np.int32):
         samples = values.astype(np.float32) / (1 << (8 * kind.itemsize - 1))
     elif kind.kind == "f":
-        samples = values.astype(np.float32)
+        with np.errstate(over="ignore"):  # refused as infinite
+            samples = values.astype(np.float32)
     else:
         raise MediaError(f"is an array of {kind}; allowed: floats, int16 and int32")
     return samples.mean(axis=0) if samples.ndim == 2 and len(samples) > 1 else samples.reshape(-1)
@@ -241,16 +266,18 @@ def _checked_rate(rate: Any) -> int:
 def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget, model_rate: int) -> Sound:
     """Return samples f32[N] at `rate` as a Sound, resampled to model_rate; take their seconds from the budget.
 
-    Raises MediaError for more seconds than the budget has, no samples, and samples that are not finite.
+    Raises MediaError for more seconds than the budget has, no samples, and samples beyond _LOUDEST.
     """
     budget.take(len(samples) / rate)
     return _checked(resampled(samples, rate, model_rate), model_rate)
 
 
 def _checked(samples: np.ndarray, rate: int) -> Sound:
-    """Return samples f32[N] at `rate` as a Sound. Raises MediaError if there are none, or some are not finite."""
+    """Return samples f32[N] at `rate` as a Sound. Raises MediaError if there are none, or some are not numbers of at
+    most _LOUDEST.
+    """
     if not len(samples):
         raise MediaError("has no samples")
-    if not np.isfinite(samples).all():
-        raise MediaError("has samples that are not finite")
+    if not -_LOUDEST <= samples.min() <= samples.max() <= _LOUDEST:  # which is false for NaN
+        raise MediaError(f"has samples that are not finite, or beyond {_LOUDEST:g}; allowed: floats from -1 to 1")
     return Sound(samples, rate)

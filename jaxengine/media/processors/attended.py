@@ -72,7 +72,7 @@ class AttendedProcessor:
     def check_length(self, sound: Sound, most: int) -> None:
         """Raise RequestError for a sound of more than `most` samples."""
         if len(sound.samples) > most:
-            problem = f"a sound of {sound.seconds:.1f} seconds is given; a prompt has at most {most / RATE:g}"
+            problem = f"a sound of {sound.seconds:g} seconds is given; a prompt has at most {most / RATE:g}"
             raise RequestError(f"{problem}: transcriptions of a server take longer ones", param="multi_modal_data")
 
 

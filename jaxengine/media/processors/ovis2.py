@@ -126,7 +126,7 @@ class Ovis2Processor(TextPlaceholderProcessor):
         image (unit 0) and GRID; then the tiles, if there are several, each but the last followed by COLUMN or, at the
         end of a line, ROW; then END. START, GRID and END have unit 0. grid: of all tiles, in patches.
         """
-        rows, columns = (length * self.patch // self.side for length in grid[1:])
+        rows, columns = (length // self.tower.vit.grid for length in grid[1:])
         yield from ((0, _START), (0, None), (0, _GRID))
         for index in range(1, 1 + rows * columns if rows * columns > 1 else 0):
             yield index, None

@@ -223,7 +223,7 @@ class Qwen2AudioProcessor(SoundProcessor):
 def check_length(sound: Sound, most: int) -> None:
     """Raise RequestError for a sound of more than `most` samples."""
     if len(sound.samples) > most:
-        problem = f"a sound of {sound.seconds:.1f} seconds is given; this model takes at most {most // RATE}"
+        problem = f"a sound of {sound.seconds:g} seconds is given; this model takes at most {most / RATE:g}"
         raise RequestError(problem, param=AUDIO)
 
 

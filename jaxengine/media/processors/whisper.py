@@ -108,8 +108,8 @@ class WhisperProcessor(AttendedProcessor):
         check_options(options, ())
         if isinstance(value, Sound):
             if len(value.samples) > self.num_frames * HOP:
-                most_seconds = self.num_frames * HOP // RATE
-                problem = f"a sound of {value.seconds:.1f} seconds is given; a prompt has at most {most_seconds}"
+                most_seconds = self.num_frames * HOP / RATE
+                problem = f"a sound of {value.seconds:g} seconds is given; a prompt has at most {most_seconds:g}"
                 raise RequestError(f"{problem}: transcriptions of a server take longer ones", param="multi_modal_data")
             samples = np.pad(value.samples, (0, self.num_frames * HOP - len(value.samples)))
             value = Spectrogram(self.spectrogram(samples))

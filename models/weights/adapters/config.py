@@ -166,11 +166,11 @@ class AdapterConfig:
         """Yield an error for each module that the file has and the configuration does not name, and then for each
         module of the model that the configuration names and the file lacks.
 
-        Names that match no module of this model are ignored, and with "all-linear" the file need not have any. Single
-        experts may be missing, because transformers may store them as one parameter, which PEFT does not change by
-        target_modules. stored: for each module in the file that may be there, by the model's name, the file's name of
-        it. held: the model's names of all modules in the file. Raises ModelFileError if expressions take too many
-        steps.
+        Names that match no module of this model are ignored, and with "all-linear" the file need not have any. A module
+        is excluded if any of the names that files may have for it is. Single experts may be missing, because
+        transformers may store them as one parameter, which PEFT does not change by target_modules. stored: for each
+        module in the file that may be there, by the model's name, the file's name of it. held: the model's names of all
+        modules in the file. Raises ModelFileError if expressions take too many steps.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -184,7 +184,8 @@ class AdapterConfig:
             if module in found or module in targets.experts or targets.is_expert(module):
                 continue
             names = targets.stored_names(module)
-            if self._targets != _ALL_LINEAR and any(map(self.wants, names)):
+            excluded = any(self._matches("exclude_modules", self._excluded, name) for name in names)
+            if self._targets != _ALL_LINEAR and not excluded and any(map(self.wants, names)):
                 yield ModelFileError(self.path, named.format("target_modules"), module)
             elif any(self.wants_parameter(f"{name}.weight") for name in names):
                 yield ModelFileError(self.path, named.format("target_parameters"), module)

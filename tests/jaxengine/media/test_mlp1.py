@@ -124,7 +124,7 @@ def test_tiles_of_ovis_have_margins(tmp_path):
     wrong = {"backbone_config": words["backbone_config"] | {"model_type": "siglip_vision_model"}}
     for changes, said in (
         (wrong, "backbone_config.model_type"),
-        ({"tokenize_function": "st_argmax"}, "tokenize_function"),
+        ({"tokenize_function": "gumbel_argmax"}, "tokenize_function"),
     ):
         with pytest.raises(ModelConfigError, match=f"{said} must be"):
             read_hf(raw | {"visual_tokenizer_config": words | changes})

@@ -76,13 +76,29 @@ def test_formats_of_wav():
     ):
         found = read_sound(wav(values, code, bits, 16000), OPTIONS).samples
         np.testing.assert_allclose(found, samples, atol=0.01 if bits == 8 else 1e-4)
+    whole_file = wav(whole, 1, 16, 16000)
+    at = whole_file.index(b"data") + 4
+    for start in (b"RF64\xff\xff\xff\xff", b"RIFF" + bytes(4)):  # more than 32 bits tell; written as a stream
+        for size in (b"\xff" * 4, bytes(4)):
+            file = start + whole_file[8:at] + size + whole_file[at + 4 :]
+            np.testing.assert_allclose(read_sound(file, OPTIONS).samples, samples, atol=1e-4)
+    # G.711: codes of silence, of the quietest and of the loudest samples.
+    for code, codes, wanted in (
+        (7, (0xFF, 0x7F, 0x80, 0x00, 0xE7, 0x6A), (0, 0, 32124, -32124, 260, -212)),
+        (6, (0xD5, 0x55, 0xAA, 0x2A, 0xC5, 0x60), (8, -8, 32256, -32256, 264, -1376)),
+    ):
+        file = wav(np.array(codes, np.uint8), code, 8, 16000)
+        np.testing.assert_array_equal(read_sound(file, OPTIONS).samples * 32768, wanted)
     stereo = np.stack([whole, np.zeros_like(whole)], axis=1)
     found = read_sound(wav(stereo, 1, 16, 16000, 2), OPTIONS).samples
     np.testing.assert_allclose(found, samples / 2, atol=1e-4)
     np.testing.assert_allclose(read_sound((np.stack([samples, samples]), 16000), OPTIONS).samples, samples, atol=1e-7)
 
 
-@pytest.mark.parametrize(("container", "codec"), [("mp3", "mp3"), ("flac", "flac"), ("ogg", "libopus"), ("mp4", "aac")])
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [("mp3", "mp3"), ("mp2", "mp2"), ("flac", "flac"), ("ogg", "libopus"), ("mp4", "aac")],
+)
 def test_other_files_are_decoded(container, codec):
     av = pytest.importorskip("av")
     samples, file = sound(6, 1.0, 48000), io.BytesIO()
@@ -101,6 +117,9 @@ def test_other_files_are_decoded(container, codec):
     wanted = resampled(samples, 48000, 16000)
     matches = [np.corrcoef(found[at : at + 8000], wanted[4000:12000])[0, 1] for at in range(3500, 6500)]
     assert max(matches) > 0.95
+    # What cannot be decoded is left out, such as padding after the sound.
+    padded = read_sound(file.getvalue() + bytes(5000), OPTIONS).samples
+    np.testing.assert_array_equal(padded[:15_900], found[:15_900])
     for cut in (len(file.getvalue()) // 2, 20):
         damaged = file.getvalue()[:cut]
         try:
@@ -120,6 +139,9 @@ def test_what_a_sound_must_not_be():
         (wav(one, 1, 16, 16000, data=b""), "has no samples"),
         (wav(one, 1, 16, 16000)[:40], "without samples"),
         (wav(one, 3, 32, 16000, data=np.full(4, np.inf, "<f4").tobytes()), "not finite"),
+        (wav(one, 3, 64, 16000, data=np.full(4, 1e300, "<f8").tobytes()), "not finite"),
+        (np.array([0.0, np.nan]), "not finite"),
+        (np.array([0.0, -1e11]), r"beyond 1e\+10; allowed: floats from -1 to 1"),
         (wav(one, 1, 16, 1000, data=bytes(62_000)), "longer than 30 seconds"),
         ((np.zeros(481_000, np.float32), 16000), "longer than 30 seconds"),
         (np.zeros((9, 5), np.float32), r"shape \[9, 5\]"),
@@ -286,7 +308,7 @@ def test_settings_of_windows(tmp_path):
         return processor(folder)
 
     assert (made({}).most_samples, made({}, max_audio_len=7.5).most_samples) == (600 * 16000, 6 * 16000)
-    with pytest.raises(RequestError, match=r"a sound of 6\.0 seconds is given; this model takes at most 6"):
+    with pytest.raises(RequestError, match=r"a sound of 6\.00006 seconds is given; this model takes at most 6"):
         made({}, max_audio_len=7).process("audio", Sound(np.zeros(96001, np.float32)), {})
     for changes, more, message in (
         ({"chunk_length": 30}, {}, "chunk_length must be 2 or absent"),

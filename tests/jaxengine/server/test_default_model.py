@@ -6,7 +6,6 @@ With two API processes, whose server the examples have as well, and with one in 
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 from pathlib import Path
 
 import grpc
@@ -20,6 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jaxengine import SamplingParams
+from jaxengine.bench.workloads import recorded
 
 WEATHER = {
     "type": "function",
@@ -56,8 +56,9 @@ def client(served):
 
 @pytest.fixture(scope="module")
 def chat():
-    recorded = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())["CHAT"]
-    return recorded | json.loads((Path(__file__).parents[2] / "fixtures" / "chat_workload.json").read_text())
+    chat = recorded("CHAT")
+    workload = {"prompts": chat.prompts, "reference": chat.reference, "max_tokens": chat.max_tokens[0]}
+    return workload | json.loads((Path(__file__).parents[2] / "fixtures" / "chat_workload.json").read_text())
 
 
 def ask(chat, **changes):

@@ -29,10 +29,10 @@ ROUNDED = {"int8": {"quantization": "int8"}, "e4m3": {"quantization": "fp8"}}
 
 # Why a model cannot be split, by the option that asks for it, as the engine says it.
 NOT_SPLIT = {
-    "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over ",
+    "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over |pools sparsely$",
     "pipeline_parallel_size": r"at most \d+ layers$|^the first \d+ layers add parts "
     r"|^layer \d+ attends to keys (and values|as selected by the indexer) of layer "
-    r"|which attends to (sounds|images), does not support",
+    r"|which attends to (sounds|images), does not support|pools sparsely$",
     "enable_expert_parallel": r"allowed: False: \w+ has no experts$",
 }
 

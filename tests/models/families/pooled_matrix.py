@@ -77,7 +77,8 @@ def examine_pooled(name: str, cache: str, only: list[str]) -> Found:
     """Serve a checkpoint of POOLED in each mode; return what came out."""
     with tempfile.TemporaryDirectory() as temporary:
         own = pooled_options(name)
-        chunk, model = own.pop("max_num_batched_tokens", 32), str(write_pooled(name, Path(temporary) / "model"))
+        chunk = 2 * own.pop("max_num_batched_tokens", 16)  # where two ranks have whole prompts, they share a step
+        model = str(write_pooled(name, Path(temporary) / "model"))
 
         def options_of(least: int) -> dict[str, Any]:
             sizes = {"max_num_batched_tokens": max(chunk, least)}

@@ -178,20 +178,24 @@ class _Transcript(Transcript):
 
     def _scores(self) -> dict[str, Any]:
         """Return the additional sampling parameters for verbose_json: log-probabilities of the tokens and, if the model
-        has a token for it, the probability of no speech.
+        has a token for it, the probability of no speech, after the last token of the prompt of a model of one language.
         """
         token = self._processor.no_speech
-        about = {} if token is None else {"prompt_logprobs": 0, "prompt_logprob_token_ids": [token]}
-        return {"logprobs": 0, **about}
+        if token is None:
+            return {"logprobs": 0}
+        if not self._processor.languages:
+            return {"logprobs": 0, "logprob_token_ids": [token]}
+        return {"logprobs": 0, "prompt_logprobs": 0, "prompt_logprob_token_ids": [token]}
 
     def _no_speech(self, output: RequestOutput) -> float | None:
         """Return the probability that a window has no speech: that of the model's no-speech token after the token that
         begins a transcript. None if it was not requested, or the model has no such token.
         """
-        token = self._processor.no_speech
-        if output.prompt_logprobs is None or token is None:
+        token, said = self._processor.no_speech, output.outputs[0].logprobs
+        if said is None or token is None:
             return None
-        position = output.prompt_logprobs[output.prompt_token_ids.index(self._processor.start) + 1]
+        follows = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *said]
+        position = follows[output.prompt_token_ids.index(self._processor.start) + 1]
         return None if position is None else math.exp(position[token].logprob)
 
     async def _window(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:

@@ -11,7 +11,7 @@ from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.base.output_limit import limited
-from jaxengine.server.http.request.errors import as_request_error
+from jaxengine.server.http.request.errors import as_request_error, renamed, renaming
 from jaxengine.server.http.request.form import FILE, Form
 from jaxengine.server.http.request.protocol import HINTS, NUMBERS, NamedRequest
 
@@ -88,17 +88,21 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         return WORD in self.timestamp_granularities
 
     def params(self, inputs: InputProcessor, **changes: Any) -> SamplingParams:
-        """Return the sampling parameters of one window: by default temperature 0 and a single final output without
-        text; the request's fields replace defaults, and `changes`, fields by name, replace both. max_tokens is
-        `limited`.
+        """Return the sampling parameters of one window: by default the model's, except for temperature 0, and a single
+        final output without text; the request's fields replace defaults, and `changes`, fields by name, replace both.
+        max_tokens is `limited`.
 
         Raises RequestError for a value that is not allowed.
         """
         given = {name: getattr(self, name) for name in (*NUMBERS, "seed") if getattr(self, name) is not None}
-        usual = {"temperature": 0.0, "return_sampling_mask": False, "max_tokens": self.max_completion_tokens}
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        usual = {"max_tokens": None, **inputs.generation_defaults, "temperature": 0.0, "return_sampling_mask": False}
         kind = RequestOutputKind.FINAL_ONLY
         values = {**usual, **given, "output_kind": kind, "detokenize": False, **changes}
-        return limited(SamplingParams(**values), inputs)
+        name = "max_completion_tokens"
+        with renaming(lambda error: renamed(error, name) if error.param == "max_tokens" else error):
+            return limited(SamplingParams(**values), inputs)
 
 
 def read_request(form: Form, request: Request) -> TranscriptionRequest:
@@ -112,7 +116,11 @@ def read_request(form: Form, request: Request) -> TranscriptionRequest:
     known = TranscriptionRequest.known_fields()
     values: dict[str, Any] = {}
     for name, given in form.fields.items():
-        values[name] = given if name == GRANULARITIES else form.once(name)
+        whole = name.partition("[")[0]  # openai-python writes parts of an object as chunking_strategy[type]
+        if whole == GRANULARITIES:
+            values[whole] = [*values.get(whole, ()), *given]
+        else:
+            values.setdefault(whole, form.once(name))
     unknown = [name for name in values if name not in known]
     request.state.unknown_fields = [name for name in unknown if name not in HINTS]
     request.state.ignored_fields = [name for name in unknown if name in HINTS]

@@ -123,7 +123,7 @@ class _Body:
         while (end := self._held.find(_END_OF_HEADER)) < 0 and len(self._held) <= _MAX_HEADER:
             await self._more()
         if not 0 <= end <= _MAX_HEADER:
-            raise ApiError(400, "a part of the form has no header")
+            raise ApiError(400, f"a part of the form has no header, or one of more than {_MAX_HEADER} bytes")
         head = bytes(self._held[:end])
         del self._held[: end + len(_END_OF_HEADER)]
         return head

@@ -82,6 +82,16 @@ def test_json_and_text(app):
     assert ask(app, "translations", extra_body={"max_completion_tokens": "24", "language": "en"}).text == translated
 
 
+def test_the_models_defaults(app, engine, monkeypatch):
+    """generation_config.json's parameters hold, apart from the temperature, unless the request names others."""
+    wanted = ask(app, language="en", extra_body={"max_completion_tokens": "9", "repetition_penalty": "1.5"}).text
+    usual = {"repetition_penalty": 1.5, "max_tokens": 9, "temperature": 3.0}
+    monkeypatch.setattr(engine.inputs, "generation_defaults", usual)
+    assert ask(app, language="en").text == wanted
+    named = {"max_completion_tokens": "24", "repetition_penalty": "1"}
+    assert ask(app, language="en", extra_body=named).text == text_of(goldens(NAME)["b_plain"][4:]).strip() != wanted
+
+
 def test_a_long_sound_in_each_format(app):
     found = goldens(NAME)
     tokens = np.split(found["long_tokens"], np.cumsum(found["long_lengths"])[:-1])
@@ -98,6 +108,20 @@ def test_a_long_sound_in_each_format(app):
     assert ask(app, case="long", response_format="vtt", language="en").startswith(
         "WEBVTT\n\n00:00:00.260 --> 00:00:01.260\n"
     )
+
+
+def test_a_model_of_english_alone(app, engine, monkeypatch):
+    """Its prompt is the token that begins a transcript, whose successor says how likely there is no speech."""
+    asked = {"response_format": "verbose_json", "extra_body": {"max_completion_tokens": "8"}}
+    wanted = ask(app, language="en", **asked)
+    monkeypatch.setattr(engine.inputs.media.processor, "languages", {})
+    for fields in ({}, {"language": "en"}):
+        told = ask(app, **fields, **asked)
+        assert told.language == "en" and told.segments[0].tokens != wanted.segments[0].tokens
+        assert told.segments[0].no_speech_prob == pytest.approx(wanted.segments[0].no_speech_prob, rel=1e-4)
+        assert told.segments[0].avg_logprob < 0
+    with pytest.raises(openai.BadRequestError, match="transcribes English alone"):
+        ask(app, language="de", **asked)
 
 
 def test_words(app, engine, monkeypatch):
@@ -212,6 +236,8 @@ def test_what_is_refused(app):
             "allowed: json and text",
         ),
         ({"include": ["logprobs"]}, "include", "not supported"),
+        ({"chunking_strategy": {"type": "server_vad"}}, "chunking_strategy", "is 'server_vad'"),
+        ({"extra_body": {"max_completion_tokens": 0}}, "max_completion_tokens", "max_completion_tokens must be"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"prompt": "<|en|>"}, "prompt", "special tokens"),
         ({"stream": True, "response_format": "srt"}, "stream", "allowed: json and text"),

@@ -217,6 +217,16 @@ def test_names_may_be_those_of_transformers_class_where_files_have_others(tmp_pa
     assert {*read_adapter(folder, targets, 4, "float32").matrices} == {*wanted.values()}
 
 
+def test_what_is_excluded_by_the_names_of_transformers_class_is_not_missing(tmp_path):
+    """The tower's matrices, under names that begin otherwise than those of published files."""
+    targets = targets_of([build_model(read_folder(CHECKPOINTS / "aya_vision"), Build("float32", lora=LoraSpec(1, 4)))])
+    names = [f"model.language_model.layers.{layer}.self_attn.q_proj" for layer in range(3)]
+    shapes = {name: targets.shapes[targets.module(name)][::-1] for name in names}
+    excluded = r"model\.vision_tower\..*"
+    folder = write_adapter(tmp_path, shapes, seed=1, r=2, target_modules=["q_proj"], exclude_modules=excluded)
+    assert len(read_adapter(folder, targets, 4, "float32").matrices) == 3
+
+
 @each_row("field", ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern"])
 def test_an_expression_that_takes_too_long_is_one_error(folder, targets, field, monkeypatch):
     monkeypatch.setattr(config, "Effort", partial(Effort, 5000))
