@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from typing import Any
+from urllib.parse import urlsplit
 
 ROUTES = ("completions", "chat/completions")
 # vLLM's names of clients -> route.
@@ -19,7 +20,7 @@ def add_address(parser: argparse.ArgumentParser, share: Any) -> None:
 
     share: parses a number from 0 to 1.
     """
-    parser.add_argument("--url", help="base URL of the server, such as http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", help="base URL of the server, such as http://127.0.0.1:8000")
     parser.add_argument("--route", choices=ROUTES, help=f"route of the requests (default: {ROUTES[0]})")
     parser.add_argument("--base-url", metavar="URL", help="instead of --url: the URL without /v1")
     parser.add_argument("--host", help="instead of --url: the server's host (default: 127.0.0.1)")
@@ -44,6 +45,8 @@ def settle(args: argparse.Namespace) -> None:
     if args.url is not None:
         if wrong := [name for name in ("base_url", "host", "port", "endpoint") if getattr(args, name) is not None]:
             raise ValueError(f"--url and --{wrong[0].replace('_', '-')} are both given; give one")
+        if not urlsplit(args.url).path.strip("/"):
+            args.url = args.url.rstrip("/") + "/v1"
     elif args.base_url is not None and (args.host is not None or args.port is not None):
         raise ValueError("--base-url and --host or --port are both given; give one")
     routes = {name: _BACKENDS.get(value, value) for name in ("route", "backend") if (value := getattr(args, name))}

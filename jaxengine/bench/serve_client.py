@@ -86,7 +86,11 @@ class Connection:
     @classmethod
     async def open(cls, server: Server) -> Connection:
         """Open a connection. Raises OSError if the server cannot be reached."""
-        return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
+        try:
+            return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
+        except OSError as error:
+            problem = f"no server answers at {server.host}:{server.port} ({error})"
+            raise OSError(f"{problem}; start one with `jaxengine serve`, or give its --url") from None
 
     async def send(self, method: str, path: str, body: bytes = b"") -> h11.Response:
         """Send a request and wait for the response; return its status and headers.

@@ -30,6 +30,7 @@ from jaxengine.config.engine_flags import (
     add_config_file,
     add_engine_options,
     add_model,
+    command_of,
     looks_like_model,
     near_flag,
     with_config_file,
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, unknown = parser.parse_known_args(words)
         if unknown:
             near = near_flag(unknown[0], words, parser)
-            parser.error(f"there is no {unknown[0]!r} here" + (f", but {near}" if near else ""))
+            command_of(parser, words)[0].error(f"there is no {unknown[0]!r} here" + (f", but {near}" if near else ""))
         return args.run(args)
     except _USER_ERRORS as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)

@@ -127,7 +127,7 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
     path, rest = _take_config(words)
     if path is None:
         return words
-    parser, depth = _command_of(parser, rest)
+    parser, depth = command_of(parser, rest)
     given = _given(parser, rest[depth:])
     return [*rest[:depth], *_as_words(path, _read(path), parser, given), *rest[depth:]]
 
@@ -137,12 +137,13 @@ def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) 
     `words` begin; None if none is similar.
     """
     without = {destination(EngineConfig, name) for name in vllm_options.WITHOUT_EFFECT}
-    actions = _command_of(parser, words)[0]._option_string_actions
-    known = [flag for flag, action in actions.items() if action.dest not in without]
-    return next(iter(difflib.get_close_matches(word.partition("=")[0], known, 1)), None)
+    actions = command_of(parser, words)[0]._option_string_actions
+    known = [flag for flag, action in actions.items() if flag.startswith("--") and action.dest not in without]
+    # With the usual 0.6, --ramp-up-strategy would be similar to --request-rate.
+    return next(iter(difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75)), None)
 
 
-def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
+def command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
     """Return the parser of the command with which `words` begin, and the number of words in the command's name, 0 for
     no command.
     """

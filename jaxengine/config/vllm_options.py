@@ -78,6 +78,7 @@ HARMLESS: dict[str, str] = {
 
 # Options of other commands, with their flags.
 ELSEWHERE: dict[str, str] = {
+    "enable_auto_tool_choice": "jaxengine serve --enable-auto-tool-choice",
     "enable_log_requests": "jaxengine serve --enable-log-requests",
     "grpc": "jaxengine serve --grpc-port",
     "lora_modules": "jaxengine serve --lora-modules",
@@ -88,6 +89,7 @@ ELSEWHERE: dict[str, str] = {
     "otlp_traces_endpoint": "jaxengine serve --otlp-traces-endpoint",
     "reasoning_parser": "jaxengine serve --reasoning-parser",
     "shutdown_timeout": "jaxengine serve --shutdown-timeout",
+    "tool_call_parser": "jaxengine serve --tool-call-parser",
 }
 
 # Options of earlier vLLM versions or of transformers, with their replacements.
@@ -176,7 +178,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "mm_ipc_gpu_memory_gb": (0,),
     "mm_processor_device": ("auto",),
     "mm_tensor_ipc": ("direct_rpc",),
-    "model_impl": ("auto",),
+    "model_impl": ("auto", "vllm"),
     "moe_backend": ("auto",),
     "offload_backend": ("auto",),
     "offload_group_size": (0,),

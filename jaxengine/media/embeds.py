@@ -56,16 +56,25 @@ class Embeds:
     grid: tuple[int, int, int] | None
 
 
+def without_torch(value: Any) -> Any:
+    """Return a tensor of torch as a numpy array, bfloat16, which numpy lacks, as float32; other values unchanged."""
+    if type(value).__module__.partition(".")[0] != "torch" or not hasattr(value, "detach"):
+        return value
+    value = value.detach().cpu()
+    return np.asarray(value.float() if "bfloat16" in str(value.dtype) else value)
+
+
 def given_embeds(value: Any) -> GivenEmbeds | None:
     """Return a value as GivenEmbeds if it is embeddings in place of an image; None for anything else.
 
     Embeddings are a floating-point array [rows, E], a dict with "image_embeds" and perhaps "image_grid_thw", or an
-    Embeds. The content of the dict is not checked.
+    Embeds; tensors of torch are arrays. The content of the dict is not checked.
     """
+    value = without_torch(value)
     if isinstance(value, Embeds):
         return GivenEmbeds(value.values, value.grid)
     if isinstance(value, Mapping) and EMBEDS in value:
-        return GivenEmbeds(value[EMBEDS], value.get(GRID))
+        return GivenEmbeds(without_torch(value[EMBEDS]), without_torch(value.get(GRID)))
     is_rows = isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind in "fV"
     return GivenEmbeds(value) if is_rows else None
 

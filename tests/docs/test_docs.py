@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
 from jaxengine.pallas_kernels.registry import is_kernel, product_platform_of
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.requests.beam_search import BeamSearchParams
+from jaxengine.requests.output.outputs import RequestMetrics
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
@@ -328,6 +330,8 @@ def test_words_of_options_and_requests_exist(name):
         *EngineConfig().__dict__,
         *Usage.model_fields,
         *PromptTokensDetails.model_fields,
+        *dir(RequestMetrics),
+        *inspect.signature(jaxengine.LLM.generate).parameters,
         "bytes_only",
         "finish_reason",
         "stop_reason",

@@ -16,7 +16,7 @@ import numpy as np
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.inputs.multimodal import MediaOptions
 from jaxengine.media.base.errors import MediaError
-from jaxengine.media.embeds import GivenEmbeds, decoded, read_embeds
+from jaxengine.media.embeds import GivenEmbeds, decoded, read_embeds, without_torch
 from jaxengine.models.weights.formats.torch_zip import TorchFileError, read_torch
 from jaxengine.requests.media.inputs import PROMPT_EMBEDS
 from jaxengine.scheduler.base.errors import RequestError, show_value
@@ -82,7 +82,7 @@ def _read(value: Any, options: MediaOptions) -> np.ndarray:
             raise MediaError(f"has {len(tensors)} tensors; allowed: one")
         (value,) = tensors.values()
     try:
-        array = np.asarray(value)
+        array = np.asarray(without_torch(value))
     except Exception:  # whatever an object's own __array__ raises
         raise MediaError(f"is {show_value(type(value).__name__)}, which numpy cannot read as an array") from None
     return read_embeds(GivenEmbeds(array), options).values

@@ -182,6 +182,8 @@ def test_flags_of_vllms_command():
     for words, expected in (
         ("", {"url": "http://127.0.0.1:8000/v1", "route": "completions"}),
         ("--url http://a/v2 --backend openai-chat", {"url": "http://a/v2", "route": "chat/completions"}),
+        ("--url http://a:1/", {"url": "http://a:1/v1"}),
+        ("--url http://a:1/b", {"url": "http://a:1/b"}),
         ("--base-url https://a:1/ --insecure", {"url": "https://a:1/v1", "insecure": True}),
         ("--port 9 --endpoint /x/v1/chat/completions", {"url": "http://127.0.0.1:9/x/v1", "route": "chat/completions"}),
         ("--host ::1", {"url": "http://[::1]:8000/v1"}),
@@ -309,6 +311,7 @@ def test_nobody_there_and_nothing_that_works_is_one_clear_line(tmp_path, capsys)
         url = server.url
     assert "http 503" in (line := capsys.readouterr().err) and "engine is dead" in line and line.count("\n") == 1
     assert main(["bench", "serve", "--url", url]) == 2
+    assert "no server answers at" in (line := capsys.readouterr().err) and "start one with `jaxengine serve`" in line
     assert main(["bench", "serve", "--url", "ftp://x/y"]) == 2
     assert "http://HOST" in capsys.readouterr().err
     assert main(["bench", "serve", "--url", url, "--num-prefixes", "2"]) == 2

@@ -132,6 +132,12 @@ def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
     [
         ("serve --max-model-length 5", "there is no '--max-model-length' here, but --max-model-len; "),
         ("chat m --zzz", "there is no '--zzz' here; "),
+        # No flag that is only a little similar, and none of one letter: -n is the number of nodes.
+        (
+            "bench serve --ramp-up-strategy x",
+            "bench serve: error: there is no '--ramp-up-strategy' here; see jax",
+        ),
+        ("bench latency --n 2", "there is no '--n' here; see jaxengine bench latency --help"),
         ("serve --max-model-len 4x", "argument --max-model-len: '4x' is not a whole number"),
         ("bench host --num-seqs 0", "'0' is not a whole number of at least 1"),
         (

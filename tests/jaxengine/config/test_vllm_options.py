@@ -75,6 +75,10 @@ def test_options_not_built_are_refused_unless_they_ask_for_nothing(name):
             assert error.value.param == name
 
 
+def test_vllms_own_code_of_models_is_what_this_engine_has():
+    assert EngineConfig.from_options(model_impl="vllm") == EngineConfig()
+
+
 @each_row("name", sorted(HARMLESS))
 def test_harmless_options_say_what_they_mean_here(name, caplog):
     caplog.set_level(logging.INFO, logger="jaxengine")

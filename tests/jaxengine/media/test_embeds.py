@@ -18,6 +18,7 @@ from jaxengine.media.base.errors import MediaError
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.parts import collect_media
 from jaxengine.requests.media.inputs import digest_of
+from jaxengine.requests.media.prompt_embeds import _read as read_prompt_embeds
 from jaxengine.scheduler.base.errors import RequestError
 from tests.jaxengine.media.test_parts import Both
 from tests.tables import each_row
@@ -42,6 +43,38 @@ def bf16(array: np.ndarray) -> bytes:
     data = array.astype(ml_dtypes.bfloat16).tobytes()
     header = json.dumps({"a": {"dtype": "BF16", "shape": array.shape, "data_offsets": [0, len(data)]}}).encode()
     return struct.pack("<Q", len(header)) + header + data
+
+
+class Tensor:
+    """What is used of torch's: numpy reads it only without gradients, and not in bfloat16."""
+
+    def __init__(self, values, dtype, needs_grad):
+        self.values, self.dtype, self.needs_grad = values, f"torch.{dtype}", needs_grad
+
+    def detach(self):
+        return Tensor(self.values, self.dtype[6:], False)
+
+    def cpu(self):
+        return self
+
+    def float(self):
+        return Tensor(self.values, "float32", self.needs_grad)
+
+    def __array__(self, dtype=None, copy=None):
+        if self.needs_grad or self.dtype == "torch.bfloat16":
+            raise TypeError(f"cannot read {self.dtype}, gradients: {self.needs_grad}")
+        return self.values
+
+
+Tensor.__module__ = "torch"
+
+
+@each_row("dtype,needs_grad", [("float32", True), ("bfloat16", False), ("bfloat16", True)])
+def test_tensors_of_torch_are_arrays(dtype, needs_grad):
+    tensor = Tensor(ROWS, dtype, needs_grad)
+    for given in (tensor, {"image_embeds": tensor}):
+        np.testing.assert_array_equal(read_embeds(given_embeds(given), OPTIONS).values, ROWS)
+    np.testing.assert_array_equal(read_prompt_embeds(tensor, OPTIONS), ROWS)
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             # The framework lists only the first route's methods.
             matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
             methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
-            known.headers = {"Allow": ", ".join(sorted(methods))}
+            allowed = ", ".join(sorted(methods))
+            known = ApiError(405, f"the method is not allowed here; allowed: {allowed}", headers={"Allow": allowed})
         return error_response(known)
 
     for kind in (HTTPException, RequestValidationError, RequestError, EngineDeadError):

@@ -61,6 +61,7 @@ async def test_methods_that_a_path_has_are_all_named(app):
         ):
             answer = await client.patch(path)
             assert (answer.status_code, answer.headers["allow"]) == (405, methods), path
+            assert answer.json()["error"]["message"] == f"the method is not allowed here; allowed: {methods}"
 
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
