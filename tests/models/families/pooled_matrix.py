@@ -77,7 +77,7 @@ def examine_pooled(name: str, cache: str, only: list[str]) -> Found:
     """Serve a checkpoint of POOLED in each mode; return what came out."""
     with tempfile.TemporaryDirectory() as temporary:
         own = pooled_options(name)
-        chunk = 2 * own.pop("max_num_batched_tokens", 16)  # where two ranks have whole prompts, they share a step
+        chunk = 2 * own.pop("max_num_batched_tokens", 32)  # where two ranks have whole prompts, they share a step
         model = str(write_pooled(name, Path(temporary) / "model"))
 
         def options_of(least: int) -> dict[str, Any]:
