@@ -92,6 +92,11 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
         ("cohere2", {"attention.sliding_window": None}, "cohere2.attention.sliding_window is missing"),
         ("cohere2", {"logit_scale": None}, "cohere2.logit_scale is missing"),
         ("olmo2", {"attention.sliding_window": -1}, "olmo2.attention.sliding_window must be an integer >= 0"),
+        (
+            "deepseek2",
+            {"rope.dimension_count": 8, "attention.temperature_scale": 0.1},
+            "deepseek2.attention.temperature_scale must be absent: queries are not scaled by their positions",
+        ),
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),
