@@ -222,7 +222,7 @@ def read_gguf(
     None for those that the family usually has). pooler: the computation of a pooling model on hidden states; None for a
     model that generates.
     """
-    model = model_for_gguf(gguf_family(metadata))
+    model = model_for_gguf(gguf_family(metadata, biased or ()))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
     shape = model.read_gguf(gguf)
     shape = shape if biased is None else with_stored_biases(shape, biased)

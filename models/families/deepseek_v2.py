@@ -45,7 +45,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         experts = self.config.experts
-        if experts is not None and layer in experts.dense_layers:
+        if experts is None or layer in experts.dense_layers:
             return super().make_mlp(layer, build)
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", router_dtype=jnp.float32, build=build)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, as_array, gguf_fields
 from jaxengine.models.families.glm import GlmForCausalLM
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
@@ -41,7 +42,9 @@ class Glm4ForCausalLM(GlmForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        return gguf_fields(gguf, partial_rotary=True, interleaved=True, bias=True)
+        # With sections for three positions, those of GLM-4.1V and GLM-OCR, rows are in the order of halves.
+        sections = np.any(as_array(gguf.fields.value("rope.dimension_sections", 0)))
+        return gguf_fields(gguf, partial_rotary=True, interleaved=not sections, bias=True)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return Glm4Layer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)

@@ -52,8 +52,6 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        if gguf.fields.has("attention.sliding_window"):
-            raise gguf.fields.fail("attention.sliding_window", "absent: OLMo 3 is not read from GGUF")
         return gguf_fields(gguf)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import OLMO3, GGUFConfig, gguf_sliding
 from jaxengine.models.config.readers.hf import layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
 from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
@@ -13,7 +15,16 @@ from jaxengine.models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
     """OLMo 2 with windowed layers, whose rope is not scaled, and full layers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = OLMO3
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        shared, sliding = super().read_gguf(gguf), gguf_sliding(gguf.fields, full_every=4)
+        layer = shared["attention"][0]
+        theta = gguf.fields.number("rope.freq_base_swa", layer.rope.theta)
+        windowed = replace(layer, rope=replace(layer.rope, theta=theta, scaling=None))
+        full = replace(layer, window=None)
+        return shared | {"attention": tuple(windowed if each else full for each in sliding)}
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

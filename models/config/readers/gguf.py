@@ -20,6 +20,7 @@ from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, n
 
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
+OLMO3 = "olmo2 with windows"
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
@@ -34,17 +35,21 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
     return ConfigFields(metadata).text("general.architecture")
 
 
-def gguf_family(metadata: Mapping[str, Any]) -> str:
+def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
 
-    It is the file's architecture, with two exceptions: MIXTRAL for llama with experts, and DEEPSEEK_V3 for deepseek2
-    whose experts are chosen by sigmoids. Raises ModelConfigError if the architecture is missing, and if the number of
-    experts or the gating function is not an integer in its limits.
+    It is the file's architecture, with these exceptions: MIXTRAL for llama with experts, OLMO3 for olmo2 with windows,
+    and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that do not say it and
+    have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises ModelConfigError if the
+    architecture is missing, and if the number of experts or the gating function is not an integer in its limits.
     """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
     if architecture == "deepseek2":
-        return DEEPSEEK_V3 if fields.integer("expert_gating_func", SOFTMAX) == SIGMOID else architecture
+        unsaid = SIGMOID if _CORRECTION in biased else SOFTMAX
+        return DEEPSEEK_V3 if fields.integer("expert_gating_func", unsaid) == SIGMOID else architecture
+    if architecture == "olmo2" and fields.integer("attention.sliding_window", 0, minimum=0):
+        return OLMO3
     has_experts = fields.integer("expert_count", 0, minimum=0) > 0
     return MIXTRAL if architecture == "llama" and has_experts else architecture
 
@@ -109,7 +114,9 @@ def gguf_fields(
     if experts is None and fields.integer("expert_count", 0, minimum=0):
         raise fields.fail("expert_count", "0 or absent: this family has no mixture of experts")
     hidden_size = fields.integer("embedding_length")
-    num_layers = fields.integer("block_count")
+    num_unread = fields.integer("nextn_predict_layers", 0, minimum=0)
+    if (num_layers := fields.integer("block_count") - num_unread) < 1:
+        raise fields.fail("nextn_predict_layers", "less than block_count")
     num_heads = fields.integer("attention.head_count")
     head_dim = _head_dim(fields, hidden_size, num_heads)
     max_positions = fields.integer("context_length")
@@ -135,6 +142,7 @@ def gguf_fields(
         "attention": (layer,) * num_layers,
         "tie_word_embeddings": gguf.tie_word_embeddings,
         "experts": experts,
+        "num_unread_layers": num_unread,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _ends(metadata, vocab_size),
     }
@@ -145,8 +153,7 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
     it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
 
     biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. Raises ModelConfigError if
-    the scores of experts have one in a family that does not correct them, as in a file of DeepSeek-V3 that does not say
-    how experts are chosen.
+    the scores of experts have one in a family that does not correct them.
     """
     experts = shape.get("experts")
     if _CORRECTION in biased and experts is not None and not experts.correction_bias:
@@ -196,11 +203,14 @@ def gguf_experts(
     )
 
 
-def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsConfig:
+def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsConfig | None:
     """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers, in groups, with a shared MLP.
-    scoring_func: "softmax", or "sigmoid", which comes with a correction bias. Raises ModelConfigError for a field that
-    is missing or wrong, and if the file gives another gating function than `scoring_func`.
+    None for a file without experts (Youtu-LLM). scoring_func: "softmax", or "sigmoid", which comes with a correction
+    bias. Raises ModelConfigError for a field that is missing or wrong, and if the file gives another gating function
+    than `scoring_func`.
     """
+    if not fields.integer("expert_count", 0, minimum=0):
+        return None
     number = {"softmax": SOFTMAX, "sigmoid": SIGMOID}[scoring_func]
     if fields.integer("expert_gating_func", number) != number:
         raise fields.fail("expert_gating_func", f"{number} ({scoring_func}) or absent")
@@ -319,9 +329,13 @@ def _rope_scaling(
     if kind == "yarn":
         if fields.has("rope.scaling.yarn_log_multiplier") and "attention_factor" not in yarn:
             raise fields.fail("rope.scaling.yarn_log_multiplier", "absent")
-        for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        factors = ("attn_factor", "yarn_ext_factor", "yarn_attn_factor")
+        for name in factors if "attention_factor" in yarn else factors[:2]:
             if fields.number(f"rope.scaling.{name}", 1.0) != 1.0:
                 raise fields.fail(f"rope.scaling.{name}", "1.0 or absent")
+        # The attention_factor of a config.json; 1.0 is what llama.cpp says for none.
+        if (attention := fields.number("rope.scaling.yarn_attn_factor", 1.0)) != 1.0:
+            scaling["attention_factor"] = attention
         for name in ("beta_fast", "beta_slow"):
             if fields.has(f"rope.scaling.yarn_{name}"):
                 scaling[name] = fields.number(f"rope.scaling.yarn_{name}")

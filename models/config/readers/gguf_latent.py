@@ -22,6 +22,8 @@ def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count")
+    if fields.has(name := "attention.temperature_scale"):
+        raise fields.fail(name, "absent: queries are not scaled by their positions (Mistral Large 3)")
     sizes = [
         fields.integer(f"attention.{kind}_length_mla", None) or fields.integer(f"attention.{kind}_length")
         for kind in ("key", "value")

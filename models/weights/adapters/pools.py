@@ -184,12 +184,14 @@ def _wholes(shapes: Mapping[str, Any], names: CheckpointNames) -> dict[str, tupl
 
 
 def _divided(pool: DeclaredPool, names: CheckpointNames) -> dict[str, tuple[str, slice]]:
-    """Return AdapterTargets.parts of an `a` pool: the rows of its sources under transformers' names."""
+    """Return AdapterTargets.parts of an `a` pool: the rows of its sources under transformers' names, whose order is
+    that of the rows; the product may have the sources in another (Molmo 2's gate comes after up).
+    """
     ends = ((own, parts) for own, parts in names.divided.items() if pool.decl.modules[0].endswith(own))
     return {
         source.name.removesuffix(own) + part: (source.name, slice(source.first, source.first + source.rows))
         for own, parts in ends
-        for source, part in zip(pool.decl.sources, parts, strict=True)
+        for source, part in zip(sorted(pool.decl.sources, key=lambda rows: rows.first), parts, strict=True)
     }
 
 

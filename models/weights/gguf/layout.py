@@ -38,7 +38,7 @@ _LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z0-9_]+)\.(weight|bias|scale|input_scale)")
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.((?:nextn\.)?[a-z0-9_]+)\.(weight|bias|scale|input_scale)")
 _GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias|scale|input_scale)")
 # Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
 _ONE_EXPERT = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down))\.(0|[1-9][0-9]{0,3})(\.[a-z_]+)")
@@ -117,7 +117,7 @@ class GGUFLayout(NamedTuple):
                 return f"model.layers.{layer}.{self.factors[part]}"
             if part in self.bare:
                 return f"model.layers.{layer}.{self.bare[part]}"
-            module = self.parts.get(part) or _LAYER.get(part)
+            module = self.parts.get(part) or _LAYER.get(part) or (part if part.startswith("nextn.") else None)
             return name if module is None else f"model.layers.{layer}.{module}.{kind}"
         if match := _GLOBAL_TENSOR.fullmatch(name):
             part, kind = match.groups()

@@ -10,6 +10,7 @@ import pytest
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.registry import read_gguf
+from jaxengine.models.weights.gguf.layout import LAYOUTS
 
 SHARED = {
     "block_count": 8,
@@ -67,13 +68,36 @@ def test_layers_without_rope():
     assert read("exaone4", attention__sliding_window_pattern=listed)[0] == [(None, None), (100, FULL)] * 4
 
 
+def test_olmo3():
+    scaled = {"rope__scaling__type": "yarn", "rope__scaling__factor": 8.0, "rope__freq_base_swa": 500.0}
+    scaled["rope__scaling__yarn_attn_factor"] = 1.25
+    layers, config = read("olmo2", **scaled)
+    assert config.architecture == "Olmo3ForCausalLM" and layers[:3] == [(100, Rope(32, 500.0))] * 3
+    assert layers[3][0] is None and layers[3][1].scaling.attention_factor == 1.25 and layers[4:] == layers[:4]
+    for window in (0, None):
+        assert read("olmo2", attention__sliding_window=window)[1].architecture == "Olmo2ForCausalLM"
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_unread():
+    layers, config = read("glm4", attention__sliding_window=None, nextn_predict_layers=1)
+    assert len(layers) == 7 and config.unread == ("model.layers.7.",)
+    named = LAYOUTS["glm4"].canonical_name("blk.7.nextn.eh_proj.weight")
+    assert named == "model.layers.7.nextn.eh_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
         ("gemma3", {"attention.sliding_window": None}, "gemma3.attention.sliding_window is missing"),
         ("cohere2", {"attention.sliding_window": None}, "cohere2.attention.sliding_window is missing"),
         ("cohere2", {"logit_scale": None}, "cohere2.logit_scale is missing"),
-        ("olmo2", {}, "olmo2.attention.sliding_window must be absent: OLMo 3 is not read from GGUF, got 100"),
+        ("olmo2", {"attention.sliding_window": -1}, "olmo2.attention.sliding_window must be an integer >= 0"),
+        (
+            "deepseek2",
+            {"rope.dimension_count": 8, "attention.temperature_scale": 0.1},
+            "deepseek2.attention.temperature_scale must be absent: queries are not scaled by their positions",
+        ),
+        ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": [[True], [True, False]]}, "must be true or false for each"),

@@ -210,6 +210,13 @@ def test_parts_of_a_matrix_that_the_checkpoint_joins(model_of, tmp_path):
         read_adapter(tmp_path, targets, 8, "float32")
 
 
+def test_parts_have_the_rows_that_transformers_takes_for_them(model_of):
+    """The second half of what Molmo 2's files join is the gate, which comes first in the product."""
+    parts, joined = targets_of([model_of("molmo2_vision")]).parts, "model.layers.0.mlp.ff_proj"
+    assert parts["model.layers.0.mlp.up_proj"] == (joined, slice(0, 80))
+    assert parts["model.layers.0.mlp.gate_proj"] == (joined, slice(80, 160))
+
+
 def test_experts_without_a_gate(model_of, tmp_path):
     """Both of Nemotron-H's stacks have one matrix of an expert, and an adapter of one is none of the other."""
     targets = targets_of([model_of("nemotron_h")])

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
     "SmolLM3ForCausalLM": "smollm3",
     "Cohere2ForCausalLM": "cohere2",
     "Exaone4ForCausalLM": "exaone4",
@@ -39,6 +40,7 @@ ARCHITECTURES = {
     "Dots1ForCausalLM": "dots1",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
+    "YoutuForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gpt-oss",
     "Llama4ForCausalLM": "llama4",
     "MiniMaxM2ForCausalLM": "minimax-m2",
@@ -290,6 +292,8 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
 
 def _shared_experts(config: Mapping[str, Any]) -> dict[str, Value]:
     """DeepseekV2Model and Dots1Model."""
+    if "n_routed_experts" not in config:
+        return {"expert_shared_count": (U32, 0)}
     own: dict[str, Value] = {
         "expert_count": (U32, config["n_routed_experts"]),
         "expert_used_count": (U32, config["num_experts_per_tok"]),
@@ -299,7 +303,7 @@ def _shared_experts(config: Mapping[str, Any]) -> dict[str, Value]:
         "expert_weights_norm": (BOOL, config["norm_topk_prob"]),
         "leading_dense_block_count": (U32, config["first_k_dense_replace"]),
     }
-    if config["architectures"] != ["DeepseekV2ForCausalLM"]:
+    if "scoring_func" in config:
         own["expert_gating_func"] = (U32, 2)
     if config["n_group"]:
         own["expert_group_count"] = (U32, config["n_group"])
@@ -455,23 +459,26 @@ def _cohere2(config: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _exaone4(config: Mapping[str, Any]) -> dict[str, Value]:
-    if config["sliding_window"] is None:
+    if config.get("sliding_window") is None:
         return {}
-    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    sliding, rope = [kind == "sliding_attention" for kind in config["layer_types"]], config["rope_parameters"]
     return {
         "attention.sliding_window": (U32, config["sliding_window"]),
         "attention.sliding_window_pattern": (ARRAY, (BOOL, sliding)),
+        **_yarn(rope.get("full_attention", {})),
+        **({"rope.freq_base_swa": (F32, own["rope_theta"])} if (own := rope.get("sliding_attention")) else {}),
     }
 
 
 _OWN_METADATA = {
-    "gemma2": _gemma,
-    "gemma3": _gemma,
+    **dict.fromkeys(["gemma2", "gemma3"], _gemma),
     "gemma4": _gemma4,
     "cohere2": _cohere2,
-    "exaone4": _exaone4,
-    "llama": _experts,
-    "qwen3moe": _experts,
+    **dict.fromkeys(["exaone4", "olmo2"], _exaone4),
+    "glm4": lambda config: {
+        "rope.dimension_sections": (ARRAY, (U32, config["rope_parameters"].get("mrope_section", [0, 0, 0, 0])))
+    },
+    **dict.fromkeys(["llama", "qwen3moe"], _experts),
     "qwen2moe": _qwen2moe,
     "olmoe": lambda config: _experts({"num_local_experts": config["num_experts"], **config}),
     "dots1": _shared_experts,

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Of which the part that reads text alone is in a file.
     "gemma4_moe": {"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 16, "num_global_key_value_heads": 2},
     "olmo2_wide": {"rope_parameters": DEFAULT_ROPE},
+    "olmo3": {},
     "smollm3_untied": {"no_rope_layers": None, "no_rope_layer_interval": None},
     "cohere2_wide": {"layer_types": None, "rope_parameters": DEFAULT_ROPE},
     "exaone4": {"rope_parameters": DEFAULT_ROPE},
@@ -67,12 +68,12 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": None,
     },
     "olmoe": {"norm_topk_prob": False},
-    "dots1": {"layer_types": None, "sliding_window": None},
+    "dots1": {"layer_types": None, "sliding_window": None, "scoring_func": "sigmoid"},
     "minimax_m2": {},
     "hunyuan_moe": {},
     "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
     "deepseek_v2_groups": {"attention_bias": False},
-    "deepseek_v3": {},
+    "deepseek_v3": {},  # whose file does not say how experts are chosen
     "exaone": {},
     "arcee": {},
     "olmo": {},
@@ -184,17 +185,37 @@ def test_the_model_and_its_weights(opened, name):
         "phi3_longrope",
         "exaone4_full",
         "deepseek_v3",
+        "youtu",
         *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in REARRANGED),
     ],
 )
 def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
     _, _, source = opened(name)
+    check_logits(source, recorded(name), paged_run)
+
+
+def check_logits(source, golden, paged_run):
     model = build_model(source.config, Build("float32"))
     nnx.update(model, load_params(model, source.weights))
-    golden = recorded(name)
     for index, prompt in enumerate(golden.prompts):
         logits = paged_run(model).step({"a": prompt}, num_tokens=padded(len(prompt)))["a"]
         assert_close(logits, golden.logits[index])
+
+
+def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
+    """Of files of GLM-4.1V and GLM-OCR, which say how many pairs rotate by each of three positions: in each head, as
+    Glm4Model.normal_to_neox orders the rows that rotate.
+    """
+    raw, size = read_config_json(FOLDER / "glm4"), 24
+    tensors, order = tensors_of("glm4", raw), [*range(0, 12, 2), *range(1, 12, 2), *range(12, size)]
+    for name, values in tensors.items():
+        if "q_proj" in name or "k_proj" in name:
+            tensors[name] = values.reshape(-1, size, *values.shape[1:])[:, order].reshape(values.shape)
+    config = {**raw, "rope_parameters": {**raw["rope_parameters"], "mrope_section": [2, 2, 2, 0]}}
+    (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+    source = open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))
+    check_logits(source, recorded("glm4"), paged_run)
+    source.close()
 
 
 def test_every_layout_has_a_family_and_a_case():
