@@ -53,7 +53,8 @@ def rows_at_once(num_tokens: int, k: int, own: int, average: int, platform: str)
     average: the device's average number of rows. platform: a row of `jaxengine.pallas_kernels.registry`.
     """
     kernel = group_kernel(platform)
-    return rows_of_own(num_tokens, k, own, average, 1 if kernel is None else kernel.group_step(average, own))[1]
+    step = 1 if kernel is None else kernel.group_step(average, own)
+    return rows_of_own(num_tokens, min(k, own), own, average, step)[1]
 
 
 def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | None:

@@ -90,13 +90,13 @@ def rows_of_block(most: int, average: int) -> int:
     return min(most, max(_LEAST_ROWS, min(wanted, _MOST_ROWS)))
 
 
-def rows_of_own(num_tokens: int, k: int, own: int, average: int, step: int = 1) -> tuple[int, int]:
-    """Return (the most rows of a device with `own` full experts, the number of rows of a block), padding included, for
-    tokens with k experts each.
+def rows_of_own(num_tokens: int, most_of_token: int, own: int, average: int, step: int = 1) -> tuple[int, int]:
+    """Return (the most rows of a device with `own` full experts, the number of rows of a block), padding included.
 
-    average: the device's average number of rows. step: each expert's rows are padded to a multiple of it.
+    most_of_token: the most rows of a token there. average: the device's average number of rows. step: each expert's
+    rows are padded to a multiple of it.
     """
-    most, more = num_tokens * min(k, own), own * (step - 1)
+    most, more = num_tokens * most_of_token, own * (step - 1)
     return most + more, rows_of_block(most, average) + more
 
 

@@ -283,11 +283,10 @@ class MixtureOfExperts(nnx.Module):
         Rows are computed in blocks, as many as the routing needs, and memory besides the result is that of one block.
         weights, ids: [T, k], of all experts; those of other devices' experts are skipped.
         """
-        (num_tokens, k), own = ids.shape, self._num_own
-        most_of_token = min(k, own)
+        (num_tokens, k), (own, most_of_token) = ids.shape, self._own_rows
         average = -(-num_tokens * k // num_shards(self.axis))
         step = group_step(average, own)
-        most, block = rows_of_own(num_tokens, k, own, average, step)
+        most, block = rows_of_own(num_tokens, most_of_token, own, average, step)
         with jax.named_scope("group"):
             ids = (ids - shard_index(self.axis) * own).ravel()
             ids = jnp.where((ids >= 0) & (ids < own), ids, own)
@@ -317,17 +316,17 @@ class MixtureOfExperts(nnx.Module):
         the expert's device, and the results back.
 
         Of n devices with the same tokens, each sends T / n of them and gathers the others' results. Padding is not
-        sent. All tokens of all N devices may pick the same device, so each has memory for N * ceil(T / n) * min(k,
-        experts per device) rows, where `_gather_tokens` needs k for each token. weights, ids: [T, k], of the picked
-        experts.
+        sent. All tokens of all N devices may pick the same device, so each has memory for N * ceil(T / n) times a
+        token's most rows there (see `_own_rows`), where `_gather_tokens` needs k for each token. weights, ids: [T, k],
+        of the picked experts.
         """
-        k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
+        k, num_tokens, (own, most_of_token) = self.experts.num_per_token, x.shape[0], self._own_rows
         with jax.named_scope("group"):
             x, weights = share_tokens(x, self.axis), share_tokens(weights, self.axis)
             ids = share_tokens(ids, self.axis, fill=self.experts.num_experts)
             order = jnp.argsort(ids.ravel(), stable=True)
             sizes = stack_parts(tokens_per_expert(ids, self.experts.num_experts), self.axis)
-            room = lax.empty((sizes.shape[0] * x.shape[0] * min(k, own), x.shape[1]), x.dtype)
+            room = lax.empty((sizes.shape[0] * x.shape[0] * most_of_token, x.shape[1]), x.dtype)
             rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis)
             own_sizes = lax.dynamic_slice_in_dim(jnp.sum(sizes, axis=0), shard_index(self.axis) * own, own)
 
@@ -398,9 +397,10 @@ class MixtureOfExperts(nnx.Module):
             return y
 
     @property
-    def _num_own(self) -> int:
-        """Number of experts of this device, if devices have different experts."""
-        return self.experts.num_experts // num_shards("experts")
+    def _own_rows(self) -> tuple[int, int]:
+        """Number of a device's own experts, and the most rows of a token there: k if given, as these may repeat."""
+        own, k = self.experts.num_experts // num_shards("experts"), self.experts.num_per_token
+        return own, min(k, own) if self.given is None else k
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
         """Return weights f32[T, k] and experts i32[T, k] for each token of x [T, D], the best first; padding included.

@@ -26,11 +26,11 @@ from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.experts import expert_rows, moe
-from jaxengine.models.layers.experts.moe import ExpertLoad, MixtureOfExperts
+from jaxengine.models.layers.experts.moe import ExpertLoad, GivenExperts, MixtureOfExperts
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.pallas_kernels import registry
-from jaxengine.sharding.layout import MeshLayout
+from jaxengine.sharding.layout import GATHER, RAGGED, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.rules import logical_to_spec
 from tests.models.tiny import TINY
@@ -268,9 +268,14 @@ def by_parts(gate_up: np.ndarray, parts: int) -> np.ndarray:
     return gate_up.reshape(*gate_up.shape[:-1], 2, parts, -1).swapaxes(-3, -2).reshape(gate_up.shape)
 
 
-def split_over(layout: MeshLayout, config: ModelConfig, *several: jax.Array):
+def all_to(expert: int, count: int) -> GivenExperts:
+    """As a table of experts by token ids, or a trainer, may give them: one expert for all of a token's k."""
+    return GivenExperts(jnp.full((count, EXPERTS.num_per_token), expert, jnp.int32))
+
+
+def split_over(layout: MeshLayout, config: ModelConfig, *several: jax.Array, given: int | None = None):
     """What `layout` makes of the tokens, or of several others: all ranks' results and loads, and the number of
-    collectives by kind."""
+    collectives by kind. given: the expert to which all tokens go instead, k times each."""
     layer = MixtureOfExperts(config, source="m", build=Build(jnp.float32, layout))
     parts = {"gate_up": 1 if layout.expert_parallel else layout.num_shards("ffn")}
     parts |= {"gate_up_bias": parts["gate_up"], "shared": layout.num_shards("ffn")}
@@ -291,6 +296,7 @@ def split_over(layout: MeshLayout, config: ModelConfig, *several: jax.Array):
 
     def run(state, x, is_token):
         layer = nnx.merge(graph, state)
+        layer.given = None if given is None else all_to(given, len(x))
         return layer(x, Rows(is_token)), nnx.pop(layer, ExpertLoad)["load"][...][None]
 
     batch = PartitionSpec(("data", "attn"))
@@ -355,6 +361,7 @@ def check_layouts(
         counted = collectives == wanted | {"all-to-all": 0, "collective-permute": 0}
         assert counted, (name, collectives)
     check_routing(MeshLayout(data=2, model=2, expert_parallel=True))
+    check_repeated(is_token)
     print("as on one device")
 
 
@@ -368,6 +375,19 @@ def check_routing(layout: MeshLayout) -> None:
     np.testing.assert_array_equal(of_among[0][6], found[0][1])
     assert (of_alike[1].sum(axis=0) > 0).sum() == EXPERTS.num_per_token
     np.testing.assert_array_equal(of_alike[0][1::5], np.repeat(found[0][1:2], len(alike[1::5]), axis=0))
+
+
+def check_repeated(is_token: np.ndarray) -> None:
+    """Devices with fewer whole experts than a token has rows there, one expert's: none is dropped."""
+    layer = make_layer()
+    layer.given = all_to(5, NUM_TOKENS)
+    expected, total = run(layer, tokens(), jnp.asarray(is_token))
+    assert total[5] == total.sum() > 0
+    for backend in (GATHER, RAGGED):
+        layout = MeshLayout(data=2, model=4, expert_parallel=True, all2all_backend=backend)
+        ((got, load),), _ = split_over(layout, CONFIG, given=5)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=backend)
+        np.testing.assert_array_equal(load.sum(axis=0), total, err_msg=backend)
 
 
 _BY_ENGINES = pytest.mark.thorough("an engine shares them in test_parallel_tokens.py")
