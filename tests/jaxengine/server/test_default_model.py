@@ -57,8 +57,10 @@ def client(served):
 @pytest.fixture(scope="module")
 def chat():
     chat = recorded("CHAT")
-    workload = {"prompts": chat.prompts, "reference": chat.reference, "max_tokens": chat.max_tokens[0]}
-    return workload | json.loads((Path(__file__).parents[2] / "fixtures" / "chat_workload.json").read_text())
+    ids = {"prompts": [*map(list, chat.prompts)], "reference": [*map(list, chat.reference)]}
+    return {**ids, "max_tokens": chat.max_tokens[0]} | json.loads(
+        (Path(__file__).parents[2] / "fixtures" / "chat_workload.json").read_text()
+    )
 
 
 def ask(chat, **changes):
