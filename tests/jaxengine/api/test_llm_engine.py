@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,23 +74,26 @@ def test_running_requests_are_computed_again(engine, tiny_options, monkeypatch):
 
 
 def test_a_wrong_request_ends_alone_and_no_output_is_lost():
+    output = SimpleNamespace(request_id="three", finished=True)
+
     class Core:
         has_unfinished = True
 
         def step(self):
             self.has_unfinished = False
-            return ["output"]
+            return [output]
 
         def pop_rejected(self):
             return [("one", RequestError("first")), ("two", RequestError("second"))]
 
     engine = object.__new__(LLMEngine)
     engine._core, engine._outputs, engine._errors, engine._lock = Core(), [], [], FairLock()
+    engine._adapters = {}
     for said in ("first", "second"):
         with pytest.raises(RequestError, match=said):
             engine.step()
         assert engine.has_unfinished_requests()
-    assert engine.step() == ["output"] and not engine.has_unfinished_requests()
+    assert engine.step() == [output] and not engine.has_unfinished_requests()
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step(engine, monkeypatch):
