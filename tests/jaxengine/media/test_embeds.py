@@ -46,7 +46,7 @@ def bf16(array: np.ndarray) -> bytes:
 
 
 class Tensor:
-    """What is used of torch's: numpy reads it only without gradients, and not in bfloat16."""
+    """The part of torch's Tensor that is used: numpy reads one only without gradients, and not in bfloat16."""
 
     def __init__(self, values, dtype, needs_grad):
         self.values, self.dtype, self.needs_grad = values, f"torch.{dtype}", needs_grad

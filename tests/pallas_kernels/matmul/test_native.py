@@ -235,7 +235,7 @@ def test_handlers_stay_within_their_operands(machine_code, handler, rows, inputs
         assert error(y, exact) < ERROR
         y[...] = np.nan
         xla.finish()
-        assert np.isnan(y).all()  # whoever comes late finds nothing to do
+        assert np.isnan(y).all()  # a late task finds nothing to do
 
 
 def test_only_a_metadata_extension_asks_for_the_version(machine_code):

@@ -116,10 +116,10 @@ def test_a_model_of_english_alone(app, engine, monkeypatch):
     wanted = ask(app, language="en", **asked)
     monkeypatch.setattr(engine.inputs.media.processor, "languages", {})
     for fields in ({}, {"language": "en"}):
-        told = ask(app, **fields, **asked)
-        assert told.language == "en" and told.segments[0].tokens != wanted.segments[0].tokens
-        assert told.segments[0].no_speech_prob == pytest.approx(wanted.segments[0].no_speech_prob, rel=1e-4)
-        assert told.segments[0].avg_logprob < 0
+        answer = ask(app, **fields, **asked)
+        assert answer.language == "en" and answer.segments[0].tokens != wanted.segments[0].tokens
+        assert answer.segments[0].no_speech_prob == pytest.approx(wanted.segments[0].no_speech_prob, rel=1e-4)
+        assert answer.segments[0].avg_logprob < 0
     with pytest.raises(openai.BadRequestError, match="transcribes English alone"):
         ask(app, language="de", **asked)
 

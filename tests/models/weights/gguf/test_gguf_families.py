@@ -203,8 +203,8 @@ def check_logits(source, golden, paged_run):
 
 
 def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
-    """Of files of GLM-4.1V and GLM-OCR, which say how many pairs rotate by each of three positions: in each head, as
-    Glm4Model.normal_to_neox orders the rows that rotate.
+    """Rows of heads in files of GLM-4.1V and GLM-OCR, which say how many pairs rotate by each of three positions, are
+    in the order that the converter's Glm4Model.normal_to_neox gives those that rotate.
     """
     raw, size = read_config_json(FOLDER / "glm4"), 24
     tensors, order = tensors_of("glm4", raw), [*range(0, 12, 2), *range(1, 12, 2), *range(12, size)]
