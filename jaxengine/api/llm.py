@@ -164,6 +164,8 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         if tokenization_kwargs is not None:
             batch = [tokenized(self.core.inputs, prompt, tokenization_kwargs) for prompt in batch]
         params = self._params_for(len(batch), sampling_params)
+        if lora_request is None:  # a plain request enters no file of adapters
+            return self._answer(batch, params, options_for(len(batch), priority, client, [None] * len(batch)), use_tqdm)
         adapters = one_for_each(len(batch), lora_request)
         options = options_for(len(batch), priority, client, load_each(self.core, self._lock, adapters))
         outputs = self._answer(batch, params, options, use_tqdm)
