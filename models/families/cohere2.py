@@ -13,7 +13,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import layer_kinds, read_head_dim, read_rope, windows_by_kind
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
@@ -85,7 +85,7 @@ class Cohere2ForCausalLM(LlamaForCausalLM):
         shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", interleaved=True)
         sliding, full = shared["attention"][0], replace(shared["attention"][0], window=None, rope=None)
         return shared | {
-            "attention": tuple(sliding if windowed else full for windowed in gguf_sliding(fields, full_every=4)),
+            "attention": gguf_layers(fields, sliding, full, full_every=4),
             "logit_scale": fields.number("logit_scale"),
         }
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import (
     SLIDING,
     layer_kinds,
@@ -49,8 +49,7 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
         if not gguf.fields.has("attention.sliding_window"):
             return shared
         sliding, full = shared["attention"][0], replace(shared["attention"][0], window=None, rope=None)
-        windowed = gguf_sliding(gguf.fields, full_every=4)
-        return shared | {"attention": tuple(sliding if each else full for each in windowed)}
+        return shared | {"attention": gguf_layers(gguf.fields, sliding, full, full_every=4)}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return PostNormLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)

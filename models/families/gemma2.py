@@ -14,7 +14,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import layer_kinds, windows_by_kind
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
@@ -83,7 +83,7 @@ class Gemma2ForCausalLM(Decoder):
         shared = gguf_fields(gguf, scale=gguf_scale(fields, 46), soft_cap=soft_cap)
         sliding, full = shared["attention"][0], replace(shared["attention"][0], window=None)
         return shared | {
-            "attention": tuple(sliding if windowed else full for windowed in gguf_sliding(fields, full_every=2)),
+            "attention": gguf_layers(fields, sliding, full, full_every=2),
             "logit_soft_cap": fields.number("final_logit_softcapping", 30.0),
             "activation": GELU_TANH,
         }

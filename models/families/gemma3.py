@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import (
     layer_kinds,
     read_head_dim,
@@ -76,10 +76,9 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         fields.integer("attention.sliding_window")  # files of the first converters lack it, and llama.cpp then has none
         shared = gguf_fields(gguf, scale=gguf_scale(fields, 62))
         layer = shared["attention"][0]
-        local = replace(layer, rope=Rope(layer.head_dim, fields.number("rope.freq_base_swa", 10_000.0)))
-        full = replace(layer, window=None)
+        local, full = replace(layer, rope=Rope(layer.head_dim, 10_000.0)), replace(layer, window=None)
         return shared | {
-            "attention": tuple(local if windowed else full for windowed in gguf_sliding(fields, full_every=6)),
+            "attention": gguf_layers(fields, local, full, full_every=6),
             "logit_soft_cap": fields.number("final_logit_softcapping", None),
             "activation": GELU_TANH,
         }

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, require_rope, windows_by_kind
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.base.mlp import ClampedSwish
@@ -49,9 +49,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
         experts = gguf_experts(gguf.fields, norm_weights=True, size=EXPERT_SIZE, bias=True)
         own: dict[str, Any] = {"sinks": True, "bias": True, "output_bias": True}
         shared = gguf_fields(gguf, experts=experts, yarn={"truncate": False}, **own)
-        sliding = gguf_sliding(gguf.fields, full_every=2)
-        layers = zip(shared["attention"], sliding, strict=True)
-        return shared | {"attention": tuple(one if slides else replace(one, window=None) for one, slides in layers)}
+        layer = shared["attention"][0]
+        return shared | {"attention": gguf_layers(gguf.fields, layer, replace(layer, window=None), full_every=2)}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         experts = self.config.experts

@@ -14,7 +14,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import FULL, read_each_layer, read_head_dim, read_rope, text_fields
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -103,11 +103,9 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
         qk_norm = experts.num_experts != _MAVERICK_EXPERTS
         shared = gguf_fields(gguf, experts=experts, interleaved=True, qk_norm=qk_norm)
         chunk, tuning = fields.integer("attention.chunk_size", 8192), TemperatureTuning(8192.0, 0.1, offset=1)
-        attention = tuple(
-            replace(one, chunk=chunk) if (layer + 1) % 4 else replace(one, rope=None, qk_norm=False, temperature=tuning)
-            for layer, one in enumerate(shared["attention"])
-        )
-        return shared | {"attention": attention}
+        layer = shared["attention"][0]
+        full = replace(layer, rope=None, qk_norm=False, temperature=tuning)
+        return shared | {"attention": gguf_layers(fields, replace(layer, chunk=chunk), full, full_every=4)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         attention, source = self.config.attention[layer], f"{LAYER}.self_attn"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import OLMO3, GGUFConfig, gguf_sliding
+from jaxengine.models.config.readers.gguf import OLMO3, GGUFConfig, gguf_layers
 from jaxengine.models.config.readers.hf import layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
 from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
@@ -19,12 +19,10 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        shared, sliding = super().read_gguf(gguf), gguf_sliding(gguf.fields, full_every=4)
+        shared = super().read_gguf(gguf)
         layer = shared["attention"][0]
-        theta = gguf.fields.number("rope.freq_base_swa", layer.rope.theta)
-        windowed = replace(layer, rope=replace(layer.rope, theta=theta, scaling=None))
-        full = replace(layer, window=None)
-        return shared | {"attention": tuple(windowed if each else full for each in sliding)}
+        windowed, full = replace(layer, rope=replace(layer.rope, scaling=None)), replace(layer, window=None)
+        return shared | {"attention": gguf_layers(gguf.fields, windowed, full, full_every=4)}
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -174,17 +174,30 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
-    """Return whether each layer has the sliding window, as `attention.sliding_window_pattern` lists; without the list,
-    all but every `full_every`-th layer. Raises ModelConfigError unless the list has a boolean for each layer.
+    """Return whether each layer has the sliding window, as `attention.sliding_window_pattern` lists. If it is a number
+    n, all but every n-th layer have it, or all for 0; without the field, n is `full_every`. Raises ModelConfigError
+    unless the list has a boolean for each layer, and for other values.
     """
     num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
-    listed = fields.value(name, None)
-    if listed is None:
-        return tuple(bool((layer + 1) % full_every) for layer in range(num_layers))
-    listed = as_array(listed)
-    if listed.dtype != np.bool_ or listed.shape != (num_layers,):
-        raise fields.fail(name, f"true or false for each of {num_layers} layers")
-    return tuple(listed.tolist())
+    listed = as_array(fields.value(name, full_every))
+    if listed.dtype == np.bool_ and listed.shape == (num_layers,):
+        return tuple(listed.tolist())
+    if listed.dtype.kind not in "iu" or listed.shape != () or listed < 0:
+        raise fields.fail(name, f"true or false for each of {num_layers} layers, or an integer >= 0")
+    every = int(listed)
+    return tuple(every == 0 or (layer + 1) % every > 0 for layer in range(num_layers))
+
+
+def gguf_layers(
+    fields: ConfigFields, windowed: LayerAttention, full: LayerAttention, full_every: int
+) -> tuple[LayerAttention, ...]:
+    """Return the attention of each layer: `windowed`, with the base of rope in `rope.freq_base_swa` if there is one, or
+    `full`, as `gguf_sliding` says. Raises ModelConfigError for wrong values of either field.
+    """
+    if windowed.rope is not None:
+        theta = fields.number("rope.freq_base_swa", windowed.rope.theta)
+        windowed = replace(windowed, rope=replace(windowed.rope, theta=theta))
+    return tuple(windowed if slides else full for slides in gguf_sliding(fields, full_every))
 
 
 def gguf_experts(

@@ -68,6 +68,26 @@ def test_layers_without_rope():
     assert read("exaone4", attention__sliding_window_pattern=listed)[0] == [(None, None), (100, FULL)] * 4
 
 
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("gemma2", {}), ("cohere2", {"logit_scale": 0.25}), ("exaone4", {}), ("gpt-oss", EXPERTS)]
+    + [("llama4", {**EXPERTS, "attention__sliding_window": None})],
+)
+def test_bases_and_periods_of_windowed_layers(architecture, changes):
+    """Both fields are llama.cpp's, which its converter seldom writes."""
+    layers, config = read(architecture, **changes, rope__freq_base_swa=500.0, attention__sliding_window_pattern=3)
+    assert [rope.theta if rope else None for _, rope in layers[:2]] == [500.0, 500.0]
+    others = [layer.rope is None or layer.rope.theta == 1e6 for layer in config.attention]
+    assert others == [False, False, True] * 2 + [False] * 2
+    every, _ = read(architecture, **changes, attention__sliding_window_pattern=0)
+    assert len(set(every)) == 1 and every[0] == read(architecture, **changes)[0][0]
+    none, _ = read(architecture, **changes, attention__sliding_window_pattern=1)
+    assert set(none).isdisjoint(every)
+
+
 def test_olmo3():
     scaled = {"rope__scaling__type": "yarn", "rope__scaling__factor": 8.0, "rope__freq_base_swa": 500.0}
     scaled["rope__scaling__yarn_attn_factor"] = 1.25
@@ -100,6 +120,7 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),
+        ("gemma2", {"attention.sliding_window_pattern": -1}, "must be true or false .* or an integer >= 0, got -1"),
         ("exaone4", {"attention.sliding_window_pattern": [[True], [True, False]]}, "must be true or false for each"),
     ],
 )
