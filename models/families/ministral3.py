@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import require_rope, text_fields
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
@@ -23,6 +24,18 @@ _Mistral4: Any = declared_class(_MISTRAL4, EXPERT_ROWS[_MISTRAL4])
 
 class Ministral3ForCausalLM(MistralForCausalLM):
     """Mistral whose queries are multiplied by 1 + beta * ln(1 + floor(position / original context))."""
+
+    gguf_architecture: ClassVar[str | None] = "mistral3"
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, temperature = gguf.fields, None
+        has_mscale = fields.has(name := "rope.scaling.yarn_log_multiplier")
+        yarn = {"mscale": 1.0, "mscale_all_dim": fields.value(name)} if has_mscale else {}
+        if beta := fields.number("attention.temperature_scale", 0.0):
+            original = fields.integer("rope.scaling.original_context_length", None) or fields.integer("context_length")
+            temperature = TemperatureTuning(floor_scale=float(original), attn_scale=beta)
+        return gguf_fields(gguf, yarn=yarn, temperature=temperature)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, n
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 OLMO3 = "olmo2 with windows"
+# Of models that see, files have the text part, whose tokens have equal positions in all sections of rope: it is read as
+# one of these architectures.
+TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
@@ -38,10 +41,11 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
 def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
 
-    It is the file's architecture, with these exceptions: MIXTRAL for llama with experts, OLMO3 for olmo2 with windows,
-    and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that do not say it and
-    have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises ModelConfigError if the
-    architecture is missing, and if the number of experts or the gating function is not an integer in its limits.
+    It is the file's architecture, with these exceptions: that of TEXT_PARTS, MIXTRAL for llama with experts, OLMO3 for
+    olmo2 with windows, and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that
+    do not say it and have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises
+    ModelConfigError if the architecture is missing, and if the number of experts or the gating function is not an
+    integer in its limits.
     """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
@@ -51,7 +55,7 @@ def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     if architecture == "olmo2" and fields.integer("attention.sliding_window", 0, minimum=0):
         return OLMO3
     has_experts = fields.integer("expert_count", 0, minimum=0) > 0
-    return MIXTRAL if architecture == "llama" and has_experts else architecture
+    return MIXTRAL if architecture == "llama" and has_experts else TEXT_PARTS.get(architecture, architecture)
 
 
 class RopeFactors(NamedTuple):
@@ -103,8 +107,8 @@ def gguf_fields(
       interleaved: whether rope rotates pairs of neighbouring elements, as in GPT-J.
       experts: config of a family with experts; None for a family without.
       eps: name of the field with the epsilon of norms.
-      yarn: YaRN settings of the family that files lack, named as in a config.json. With an attention_factor among them
-        the family reads yarn_log_multiplier itself.
+      yarn: YaRN settings of the family that files lack, named as in a config.json. With an attention_factor or mscale
+        among them the family reads yarn_log_multiplier itself.
       attention: further fields of every layer's LayerAttention.
 
     Raises ModelConfigError for a field that is missing, wrong or not supported, such as experts if `experts` is None.
@@ -340,7 +344,7 @@ def _rope_scaling(
         factor = fields.number("rope.scaling.factor")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        if fields.has("rope.scaling.yarn_log_multiplier") and "attention_factor" not in yarn:
+        if fields.has("rope.scaling.yarn_log_multiplier") and yarn.keys().isdisjoint(("attention_factor", "mscale")):
             raise fields.fail("rope.scaling.yarn_log_multiplier", "absent")
         factors = ("attn_factor", "yarn_ext_factor", "yarn_attn_factor")
         for name in factors if "attention_factor" in yarn else factors[:2]:

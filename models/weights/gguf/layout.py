@@ -144,9 +144,8 @@ class GGUFLayout(NamedTuple):
 # Layouts by general.architecture. A family reads each: jaxengine.models.registry.model_for_gguf.
 LAYOUTS: dict[str, GGUFLayout] = {
     "llama": GGUFLayout(_MIXTRAL, permuted=True),
-    "qwen2": GGUFLayout(),
-    "qwen3": GGUFLayout(),
-    "qwen3moe": GGUFLayout(),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "qwen3vlmoe"), GGUFLayout()),
+    "mistral3": GGUFLayout(permuted=True),
     "qwen2moe": GGUFLayout(
         {
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",

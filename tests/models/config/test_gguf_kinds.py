@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.readers.gguf import TEXT_PARTS
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.registry import read_gguf
 from jaxengine.models.weights.gguf.layout import LAYOUTS
@@ -86,6 +87,15 @@ def test_bases_and_periods_of_windowed_layers(architecture, changes):
     assert len(set(every)) == 1 and every[0] == read(architecture, **changes)[0][0]
     none, _ = read(architecture, **changes, attention__sliding_window_pattern=1)
     assert set(none).isdisjoint(every)
+
+
+def test_text_parts_of_models_that_see():
+    """Sections of rope are of positions that are equal in texts."""
+    plain = {"attention__sliding_window": None}
+    sections = {**plain, "rope__dimension_sections": np.array([6, 5, 5, 0])}
+    for architecture, text in TEXT_PARTS.items():
+        own = EXPERTS if "moe" in text else {}
+        assert read(architecture, **sections, **own) == read(text, **plain, **own)
 
 
 def test_olmo3():

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
+from jaxengine.models.config.readers.gguf import TEXT_PARTS
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.model_classes import MODELS
@@ -31,6 +32,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 # Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
+    "ministral3": {},
     "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
     "phi3": {},
     "phi3_longrope": {},
@@ -220,9 +222,10 @@ def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
 
 def test_every_layout_has_a_family_and_a_case():
     families = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture}
-    assert {family.partition(" ")[0] for family in families} == set(LAYOUTS)
+    assert {family.partition(" ")[0] for family in families} == set(LAYOUTS) - set(TEXT_PARTS)
+    assert all(LAYOUTS[name] == LAYOUTS[text] for name, text in TEXT_PARTS.items())
     # Those of Llama and Qwen are in test_gguf.py.
     changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
-    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3"} == set(LAYOUTS)
+    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3", *TEXT_PARTS} == set(LAYOUTS)
