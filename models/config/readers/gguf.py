@@ -21,9 +21,9 @@ from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, n
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 OLMO3 = "olmo2 with windows"
-# Of models that see, files have the text part, whose tokens have equal positions in all sections of rope: it is read as
-# one of these architectures.
-TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+# Architectures whose files are read as those of others. Of models that see, they have the text part, whose tokens have
+# equal positions in all sections of rope; of InternLM 2, queries, keys and values apart.
+READ_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
@@ -41,7 +41,7 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
 def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
 
-    It is the file's architecture, with these exceptions: that of TEXT_PARTS, MIXTRAL for llama with experts, OLMO3 for
+    It is the file's architecture, with these exceptions: that of READ_AS, MIXTRAL for llama with experts, OLMO3 for
     olmo2 with windows, and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that
     do not say it and have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises
     ModelConfigError if the architecture is missing, and if the number of experts or the gating function is not an
@@ -55,7 +55,7 @@ def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     if architecture == "olmo2" and fields.integer("attention.sliding_window", 0, minimum=0):
         return OLMO3
     has_experts = fields.integer("expert_count", 0, minimum=0) > 0
-    return MIXTRAL if architecture == "llama" and has_experts else TEXT_PARTS.get(architecture, architecture)
+    return MIXTRAL if architecture == "llama" and has_experts else READ_AS.get(architecture, architecture)
 
 
 class RopeFactors(NamedTuple):

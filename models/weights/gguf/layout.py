@@ -145,7 +145,7 @@ class GGUFLayout(NamedTuple):
 LAYOUTS: dict[str, GGUFLayout] = {
     "llama": GGUFLayout(_MIXTRAL, permuted=True),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "qwen3vlmoe"), GGUFLayout()),
-    "mistral3": GGUFLayout(permuted=True),
+    **dict.fromkeys(("mistral3", "internlm2"), GGUFLayout(permuted=True)),
     "qwen2moe": GGUFLayout(
         {
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -182,7 +182,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
     "olmo2": GGUFLayout(_POST_NORMS),
     "smollm3": GGUFLayout(permuted=True),
-    "cohere2": GGUFLayout(),
+    **dict.fromkeys(("command-r", "cohere2"), GGUFLayout()),
     "exaone4": GGUFLayout(_POST_NORMS),
     "starcoder2": GGUFLayout({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "nemotron": GGUFLayout(norm_offset=1.0),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.readers.gguf import TEXT_PARTS
+from jaxengine.models.config.readers.gguf import READ_AS
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.registry import read_gguf
 from jaxengine.models.weights.gguf.layout import LAYOUTS
@@ -63,6 +63,9 @@ def test_layers_without_rope():
     layers, config = read("cohere2", logit_scale=0.25)
     assert layers == ([(100, local)] * 3 + [(None, None)]) * 2
     assert config.logit_scale == 0.25 and config.rms_norm_eps == 1e-5
+    for count in (63, 64):
+        layers, config = read("command-r", logit_scale=0.25, block_count=count, attention__sliding_window=None)
+        assert layers == [(None, local)] * count and config.attention[0].qk_norm == (count == 64)
     assert read("exaone4")[0] == ([(100, FULL)] * 3 + [(None, None)]) * 2
     assert read("exaone4", attention__sliding_window=None)[0] == [(None, FULL)] * 8
     listed = np.array([False, True] * 4)
@@ -93,7 +96,7 @@ def test_text_parts_of_models_that_see():
     """Sections of rope are of positions that are equal in texts."""
     plain = {"attention__sliding_window": None}
     sections = {**plain, "rope__dimension_sections": np.array([6, 5, 5, 0])}
-    for architecture, text in TEXT_PARTS.items():
+    for architecture, text in READ_AS.items():
         own = EXPERTS if "moe" in text else {}
         assert read(architecture, **sections, **own) == read(text, **plain, **own)
 

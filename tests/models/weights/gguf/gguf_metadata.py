@@ -248,6 +248,7 @@ _OWN_METADATA = {
     **dict.fromkeys(["gemma2", "gemma3"], _gemma),
     "gemma4": _gemma4,
     "cohere2": _cohere2,
+    "command-r": lambda config: {"logit_scale": (F32, config["logit_scale"])},
     **dict.fromkeys(["exaone4", "olmo2"], _exaone4),
     "glm4": lambda config: {
         "rope.dimension_sections": (ARRAY, (U32, config["rope_parameters"].get("mrope_section", [0, 0, 0, 0])))

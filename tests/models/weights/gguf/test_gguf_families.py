@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -12,7 +13,7 @@ from flax import nnx
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
-from jaxengine.models.config.readers.gguf import TEXT_PARTS
+from jaxengine.models.config.readers.gguf import READ_AS
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.model_classes import MODELS
@@ -55,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2_wide": {"rope_parameters": DEFAULT_ROPE},
     "olmo3": {},
     "smollm3_untied": {"no_rope_layers": None, "no_rope_layer_interval": None},
+    "cohere_untied": {"rope_parameters": DEFAULT_ROPE},
     "cohere2_wide": {"layer_types": None, "rope_parameters": DEFAULT_ROPE},
     "exaone4": {"rope_parameters": DEFAULT_ROPE},
     "exaone4_full": {},
@@ -220,12 +222,43 @@ def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
     source.close()
 
 
+def test_internlm2(tmp_path, recorded, paged_run):
+    """InternLM2Model.modify_tensors takes queries, keys and values of each group apart."""
+    config, parts = (
+        {**read_config_json(FOLDER / "internlm2"), "rope_theta": 10000.0},
+        {"w1": "gate", "w3": "up", "w2": "down"},
+    )
+    names = {
+        "attention.wo": "self_attn.o_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    names |= {f"feed_forward.{own}": f"mlp.{part}_proj" for own, part in parts.items()}
+    names |= {"model.tok_embeddings": "model.embed_tokens", "output.weight": "lm_head.weight"}
+    with contextlib.closing(SafetensorsCheckpoint(checkpoint("internlm2"))) as source:
+        stored = {name: source.read(name) for name in source.names()}
+    tensors = {}
+    for name, values in stored.items():
+        for own, usual in names.items():
+            name = name.replace(own, usual)
+        if "wqkv" not in name:
+            tensors[name] = values
+            continue
+        of_groups = values.reshape(config["num_key_value_heads"], 4, -1, values.shape[1])
+        for part, own in {"q": of_groups[:, :2], "k": of_groups[:, 2], "v": of_groups[:, 3]}.items():
+            tensors[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = own.reshape(-1, values.shape[1])
+    (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+    with contextlib.closing(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))) as source:
+        check_logits(source, recorded("internlm2"), paged_run)
+
+
 def test_every_layout_has_a_family_and_a_case():
     families = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture}
-    assert {family.partition(" ")[0] for family in families} == set(LAYOUTS) - set(TEXT_PARTS)
-    assert all(LAYOUTS[name] == LAYOUTS[text] for name, text in TEXT_PARTS.items())
+    assert {family.partition(" ")[0] for family in families} == set(LAYOUTS) - set(READ_AS)
+    others = [(LAYOUTS[name], LAYOUTS[other]) for name, other in READ_AS.items()]
+    assert all(own.permuted == other.permuted for own, other in others)
     # Those of Llama and Qwen are in test_gguf.py.
     changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
-    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3", *TEXT_PARTS} == set(LAYOUTS)
+    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3", *READ_AS} == set(LAYOUTS)
