@@ -342,8 +342,7 @@ def _abstract(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLay
     """
     try:
         whole = () if config.mm_encoder_tp_mode == "weights" else (TOWER,)
-        options: dict[str, Any] = {"whole_parts": whole, "exact": config.rl_exact}
-        build = Build(config.dtype, layout, stage, lora=config.lora_spec, **options)
+        build = Build(config.dtype, layout, stage, lora=config.lora_spec, whole_parts=whole, exact=config.rl_exact)
         return build_model(model_config, build)
     except ModelConfigError as error:
         raise ModelFileError(config.model or "the embedded model", str(error)) from None
