@@ -342,8 +342,7 @@ def _abstract(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLay
     """
     try:
         whole = () if config.mm_encoder_tp_mode == "weights" else (TOWER,)
-        options: dict[str, Any] = {"whole_parts": whole, "exact": config.rl_exact}
-        build = Build(config.dtype, layout, stage, lora=config.lora_spec, **options)
+        build = Build(config.dtype, layout, stage, lora=config.lora_spec, whole_parts=whole, exact=config.rl_exact)
         return build_model(model_config, build)
     except ModelConfigError as error:
         raise ModelFileError(config.model or "the embedded model", str(error)) from None
@@ -351,6 +350,8 @@ def _abstract(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLay
         sizes = tensor_sizes(
             model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)
         )
+        if not sizes and layout.expert_parallel:  # replicas alone do not divide the experts
+            raise ConfigError("enable_expert_parallel", True, f"False for this model ({error})") from None
         allowed = f"{', '.join(map(str, sizes))} for this model ({error})"
         raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed) from None
 

@@ -207,6 +207,11 @@ def test_experts_need_devices_that_divide_them():
     resolved = options.resolved(MIXTURE, PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match="tensor_parallel_size is 4; allowed: 1, 2, 3, 6 for this model"):
         build_split(MIXTURE, resolved, resolved.mesh_layout(MIXTURE), Stage(0, 4))
+    odd = replace(MIXTURE, experts=ExpertsConfig(5, 2, 32))  # which no tensor_parallel_size makes fit two replicas
+    options = EngineConfig.from_options(data_parallel_size=2, enable_expert_parallel=True)
+    resolved = options.resolved(odd, PLATFORMS["cpu"])
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel is True; allowed: False for this model \(layers"):
+        build_split(odd, resolved, resolved.mesh_layout(odd), Stage(0, 4))
 
 
 def test_how_tokens_reach_whole_experts():
