@@ -212,18 +212,19 @@ def read_gguf(
     tie_word_embeddings: bool = True,
     rope_factors: RopeFactors = _NO_FACTORS,
     biased: Collection[str] | None = None,
+    qk_norm: bool = False,
     pooler: Pooler | None = None,
 ) -> ModelConfig:
     """Return the ModelConfig of GGUF metadata. Raises ModelConfigError for wrong fields, and for an architecture that
     is not registered.
 
-    Three facts are in tensors instead of metadata: whether the file lacks an output head (tie_word_embeddings), the
-    content of the tensors that scale rope, if any, and which matrices have a bias (`biased`, see `with_stored_biases`;
-    None for those that the family usually has). pooler: the computation of a pooling model on hidden states; None for a
-    model that generates.
+    Facts that are in tensors instead of metadata: whether the file lacks an output head (tie_word_embeddings), the
+    content of the tensors that scale rope, if any, which matrices have a bias (`biased`, see `with_stored_biases`; None
+    for those that the family usually has), and whether q and k have norms (`qk_norm`). pooler: the computation of a
+    pooling model on hidden states; None for a model that generates.
     """
     model = model_for_gguf(gguf_family(metadata, biased or ()))
-    gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
+    gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors, qk_norm)
     shape = model.read_gguf(gguf)
     shape = shape if biased is None else with_stored_biases(shape, biased)
     return ModelConfig(architecture=model.__name__, pooler=pooler, **shape)

@@ -259,7 +259,8 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
         factors = _rope_factors(file)
         with _named_overrides():
             metadata = overridden_metadata(file.metadata, config.hf_overrides or {})
-        model = read_gguf(metadata, tie_word_embeddings=tied, rope_factors=factors, biased=file.biased, pooler=pooler)
+        facts: dict[str, Any] = {"biased": file.biased, "qk_norm": file.qk_norm}
+        model = read_gguf(metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler, **facts)
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
     if config.quantization == "gguf":

@@ -5,29 +5,42 @@ al. 2024, arXiv:2411.07501), MLPs in which most gates are zero, and Gemma 4's sh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import (
+    GGUFConfig,
+    as_array,
+    gguf_fields,
+    gguf_layers,
+    gguf_of_layers,
+    gguf_sliding,
+)
 from jaxengine.models.config.readers.hf import (
+    FULL,
+    SLIDING,
     layer_kinds,
     ropes_by_kind,
     text_fields,
     windows_by_kind,
 )
+from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, gelu_fields, read_cap
 from jaxengine.models.families.gemma4 import Gemma4Attention, LayerInputs, PerLayerGate, with_sources
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
-from jaxengine.models.layers.base.activations import ACTIVATIONS
+from jaxengine.models.layers.base.activations import ACTIVATIONS, GELU_TANH
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP, SparseGate
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -56,6 +69,9 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _FULL_EVERY, _SPARSE_LAYERS, _SPARSITY = 5, 10, 0.95
+# What llama.cpp fixes for all GGUF files: the rank of LAuReL, and how many layers have keys of their own.
+_RANK, _OWN_KEYS = 64, 20
+_MOST_SPARSE = 5.0  # standard deviations, beyond which the share of zeros is 1 but for its seventh digit
 # Names of the language model in checkpoints that also have towers, which are not read.
 NAMES = CheckpointNames(
     prefixes=(("model.language_model.", "model."),),
@@ -150,7 +166,7 @@ class JoinedNorm(nnx.Module):
 class Gemma3nForCausalLM(Gemma2ForCausalLM):
     """Decoder of Gemma3nLayers, which pass on A hidden states of each token, [T, A * D]."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "gemma3n"
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
     norm_class = RMSNorm
 
@@ -187,6 +203,35 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
                 scales_active=fields.value("altup_correct_scale", True) is not False,
                 laurel_rank=fields.integer("laurel_rank", 64),
                 sparsity=_read_sparsity(fields, len(kinds)),
+            ),
+        }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        fields.integer("attention.sliding_window")  # llama.cpp reads no file without it
+        sizes = gguf_of_layers(fields, "feed_forward_length")
+        # gguf_fields reads one number for all layers.
+        named = {f"{fields.prefix}feed_forward_length": max(sizes)}
+        shared = gguf_fields(gguf._replace(metadata={**gguf.metadata, **named}), scale=1.0)
+        layer, count = shared["attention"][0], len(sizes)
+        local, full = replace(layer, rope=Rope(layer.head_dim, 10_000.0)), replace(layer, window=None)
+        layers = gguf_layers(fields, local, full, _FULL_EVERY)
+        sharing = fields.integer("attention.shared_kv_layers", max(count - _OWN_KEYS, 0), minimum=0)
+        kinds = [SLIDING if slides else FULL for slides in gguf_sliding(fields, _FULL_EVERY)]
+        return shared | {
+            "attention": with_sources(ConfigFields({"num_kv_shared_layers": sharing}), kinds, layers),
+            "ffn_sizes": () if len(set(sizes)) == 1 else sizes,
+            "layer_input_size": fields.integer("embedding_length_per_layer_input", 256),
+            "layer_input_rows": shared["vocab_size"],  # rows that the checkpoint lacks are zeros
+            "logit_soft_cap": fields.number("final_logit_softcapping", 30.0),
+            "activation": GELU_TANH,
+            "altup": AltUp(
+                num_streams=fields.integer("altup.num_inputs", 4),
+                active=fields.integer("altup.active_idx", 0, minimum=0),
+                scales_active=True,
+                laurel_rank=_RANK,
+                sparsity=_gguf_sparsity(fields, count),
             ),
         }
 
@@ -243,8 +288,23 @@ def _read_sparsity(fields: ConfigFields, count: int) -> tuple[float, ...]:
     return tuple(float(share) for share in found)
 
 
+def _gguf_sparsity(fields: ConfigFields, count: int) -> tuple[float, ...]:
+    """Return `_read_sparsity` of a GGUF file, which has quantiles of the standard normal distribution instead of
+    shares; by default the first 10 layers are sparse. Raises ModelConfigError for a wrong list.
+    """
+    name = "activation_sparsity_scale"
+    if not fields.has(name):
+        return tuple(_SPARSITY if layer < _SPARSE_LAYERS else 0.0 for layer in range(count))
+    listed = as_array(fields.value(name))
+    if listed.dtype.kind != "f" or listed.shape != (count,) or np.isnan(listed).any() or listed.max() > _MOST_SPARSE:
+        raise fields.fail(name, f"a list of {count} numbers of at most {_MOST_SPARSE}")
+    return tuple(NormalDist().cdf(float(scale)) for scale in listed)
+
+
 class Gemma3nForConditionalGeneration(Gemma3nForCausalLM):
     """Text part of Gemma 3n, read from checkpoints that also have vision and audio towers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
 from jaxengine.models.config.readers.hf import listed_dense, predicting
 from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -16,7 +17,7 @@ from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
     """Llama with a part of each head rotated, in some checkpoints biases and norms of q and k, and experts."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "glm4moe"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -29,6 +30,11 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
             bias=fields.boolean("attention_bias", False),
         )
         return predicting(shared) | {"experts": sigmoid_experts(fields)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        experts = gguf_shared_experts(gguf.fields, scoring_func="sigmoid")
+        return gguf_fields(gguf, partial_rotary=True, experts=experts, qk_norm=gguf.qk_norm)
 
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:

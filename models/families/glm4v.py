@@ -35,6 +35,7 @@ class Glm4vForConditionalGeneration(Glm4ForCausalLM):
 class Glm4vMoeForConditionalGeneration(Glm4MoeForCausalLM):
     """GLM-4.5 with M-RoPE and the vision tower of GLM-4.1V: GLM-4.5V, and GLM-4.6V with experts."""
 
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = Glm4vForConditionalGeneration.checkpoint_names
 
     @classmethod

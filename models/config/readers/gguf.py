@@ -75,11 +75,13 @@ class GGUFConfig(NamedTuple):
       metadata: the file's key-values.
       tie_word_embeddings: whether the file lacks an output head.
       rope_factors: content of its tensors that scale rope.
+      qk_norm: whether it has weights of norms of q and k, for families where only some models do.
     """
 
     metadata: Mapping[str, Any]
     tie_word_embeddings: bool
     rope_factors: RopeFactors
+    qk_norm: bool = False
 
     @property
     def fields(self) -> ConfigFields:
@@ -190,6 +192,17 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
         raise fields.fail(name, f"true or false for each of {num_layers} layers, or an integer >= 0")
     every = int(listed)
     return tuple(every == 0 or (layer + 1) % every > 0 for layer in range(num_layers))
+
+
+def gguf_of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
+    """Return the number for each layer in the field `name`, which is one number for all layers, or a list. Raises
+    ModelConfigError for other values and for numbers below 1.
+    """
+    count, given = fields.integer("block_count"), fields.value(name)
+    listed = np.atleast_1d(as_array(given))
+    if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:
+        raise fields.fail(name, f"an integer >= 1, or a list of {count}")
+    return tuple(np.broadcast_to(listed, count).tolist())
 
 
 def gguf_layers(

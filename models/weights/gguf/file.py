@@ -59,6 +59,7 @@ class GGUFFile:
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
       architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
       biased: llama.cpp's names of layers' matrices that have a bias in any layer, such as attn_q.
+      qk_norm: whether any layer has weights of a norm of queries.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, or of another architecture.
     Several threads may read at once. It is a context manager, and `close` may be called twice.
@@ -84,6 +85,7 @@ class GGUFFile:
             self._factors: dict[str, TensorInfo] = {}
             self._tensors = self._named(tensors)
             self.biased = frozenset(match[1] for info in tensors if (match := _BIAS.fullmatch(info.name)))
+            self.qk_norm = any(info.name.endswith(".attn_q_norm.weight") for info in tensors)
             self._kept: dict[str, tuple[str, str]] = {}
         except BaseException as error:
             self.close()

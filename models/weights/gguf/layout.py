@@ -20,6 +20,8 @@ _GLOBAL = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections.{expert}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{expert}",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -71,16 +73,30 @@ _LLAMA4 = {
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_PER_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_GEMMA3N = {
+    **_GEMMA,
+    **_PER_LAYER,
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
 _GEMMA4 = {
     **_GEMMA,
+    **_PER_LAYER,
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
     "ffn_gate_inp": "router.proj",
     **{f"ffn_{part}_exps": f"experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
 }
 
 
@@ -180,6 +196,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
         factors={"ffn_gate_inp": "router.scale", "ffn_down_exps": "router.per_expert_scale"},
     ),
     "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
+    "gemma3n": GGUFLayout(_GEMMA3N, bare={"altup_correct_scale": "altup.correct_output_scale"}),
     "olmo2": GGUFLayout(_POST_NORMS),
     "smollm3": GGUFLayout(permuted=True),
     **dict.fromkeys(("command-r", "cohere2"), GGUFLayout()),
@@ -193,6 +210,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
             "ffn_up": "mlp.gate_up_proj",
         }
     ),
+    "glm4moe": GGUFLayout({"post_attention_norm": "post_attention_layernorm", **_SHARED}, bare=_CORRECTION),
     "ernie4_5": GGUFLayout(),
     "hunyuan-dense": GGUFLayout(_HUNYUAN),
     "gpt2": GGUFLayout(

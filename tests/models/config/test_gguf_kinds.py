@@ -111,9 +111,20 @@ def test_olmo3():
         assert read("olmo2", attention__sliding_window=window)[1].architecture == "Olmo2ForCausalLM"
 
 
+def test_gemma3n():
+    """llama.cpp fixes what first files do not say."""
+    layers, config = read("gemma3n", block_count=25, rope__freq_base_swa=None)
+    assert layers == ([(100, LOCAL)] * 4 + [(None, FULL)]) * 5
+    assert [layer.kv_source for layer in config.attention] == [None] * 20 + [18] * 4 + [19]
+    assert config.altup.sparsity == (0.95,) * 10 + (0.0,) * 15
+    assert (config.altup.num_streams, config.altup.active, config.altup.laurel_rank) == (4, 0, 64)
+    assert config.layer_input_size == 256 and config.logit_soft_cap == 30.0
+
+
 def test_a_layer_that_predicts_further_tokens_is_left_unread():
-    layers, config = read("glm4", attention__sliding_window=None, nextn_predict_layers=1)
-    assert len(layers) == 7 and config.unread == ("model.layers.7.",)
+    for architecture, changes in (("glm4", {}), ("glm4moe", EXPERTS)):
+        layers, config = read(architecture, attention__sliding_window=None, nextn_predict_layers=1, **changes)
+        assert len(layers) == 7 and config.unread == ("model.layers.7.",)
     named = LAYOUTS["glm4"].canonical_name("blk.7.nextn.eh_proj.weight")
     assert named == "model.layers.7.nextn.eh_proj.weight"
 
@@ -133,6 +144,14 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),
+        ("gemma3n", {"attention.sliding_window": None}, "gemma3n.attention.sliding_window is missing"),
+        ("gemma3n", {"activation_sparsity_scale": [0.5]}, "activation_sparsity_scale must be a list of 8 numbers"),
+        ("gemma3n", {"activation_sparsity_scale": 9 * [6.0]}, "activation_sparsity_scale must be a list of 8 numbers"),
+        ("gemma3n", {"feed_forward_length": [96, 0]}, "feed_forward_length must be an integer >= 1, or a list of 8"),
+        ("gemma3n", {"attention.shared_kv_layers": 8}, "num_kv_shared_layers must be a number that leaves a layer"),
+        ("glm4moe", {"expert_count": 4, "expert_used_count": 2}, "expert_feed_forward_length is missing"),
+        ("glm4moe", {**EXPERTS, "expert_gating_func": 1}, r"expert_gating_func must be 2 \(sigmoid\) or absent, got 1"),
+        ("glm4moe", {**EXPERTS, "expert_count": "many"}, "glm4moe.expert_count must be an integer >= 0"),
         ("gemma2", {"attention.sliding_window_pattern": -1}, "must be true or false .* or an integer >= 0, got -1"),
         ("exaone4", {"attention.sliding_window_pattern": [[True], [True, False]]}, "must be true or false for each"),
     ],

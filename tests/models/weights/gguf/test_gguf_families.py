@@ -26,8 +26,9 @@ from jaxengine.models.weights.views.renamed import RenamedSource
 from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.models.families.test_golden import assert_close, padded
-from tests.models.weights.gguf.gguf_conversion import ARCHITECTURES, converted
+from tests.models.weights.gguf import further_conversion, gguf_conversion
 
+ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
@@ -92,6 +93,18 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": DEFAULT_ROPE,
     },
 }
+# Those that further_conversion converts.
+CASES |= {
+    "gemma3n": {"altup_correct_scale": True, "laurel_rank": 64, "vocab_size_per_layer_input": 128},
+    "glm4_moe": {"num_nextn_predict_layers": 0},  # recorded without the layer that files have in addition
+    "glm4_moe_plain": {"num_nextn_predict_layers": 0},
+}
+# Tensors of sizes that llama.cpp fixes, and a table that its converter fills up.
+RESIZED = {
+    "laurel.linear_left.weight": (64, 64),
+    "laurel.linear_right.weight": (64, 64),
+    "model.embed_tokens_per_layer.weight": (128, 60),
+}
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
@@ -112,6 +125,9 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
         source = RenamedSource(source, biases)
     tensors = {tensor: source.read(tensor) for tensor in source.names()}
     source.close()
+    resized = {tensor: shape for tensor in tensors for end, shape in RESIZED.items() if tensor.endswith(end)}
+    if name == "gemma3n":
+        tensors |= {tensor: draw(tensor, shape) for tensor, shape in resized.items()}
     if name in CHANGED_WEIGHTS:  # layers that were dense have experts
         shapes = {tensor: values.shape for tensor, values in tensors.items()}
         first = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith("model.layers.0.")}
@@ -153,7 +169,9 @@ def opened(tmp_path):
             if "n_inner" in raw:
                 config["intermediate_size"] = raw["n_inner"] or 4 * config["hidden_size"]
         tensors = tensors_of(name, config)
-        (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+        further = config["architectures"][0] in further_conversion.ARCHITECTURES
+        convert = further_conversion.converted if further else gguf_conversion.converted
+        (path := tmp_path / "model.gguf").write_bytes(convert(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
         return config, tensors, sources[-1]
 
@@ -216,7 +234,7 @@ def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
         if "q_proj" in name or "k_proj" in name:
             tensors[name] = values.reshape(-1, size, *values.shape[1:])[:, order].reshape(values.shape)
     config = {**raw, "rope_parameters": {**raw["rope_parameters"], "mrope_section": [2, 2, 2, 0]}}
-    (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+    (path := tmp_path / "model.gguf").write_bytes(gguf_conversion.converted(config, tensors))
     source = open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))
     check_logits(source, recorded("glm4"), paged_run)
     source.close()
