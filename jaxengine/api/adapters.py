@@ -25,7 +25,7 @@ async def load_adapter(
 
     Returns at once if an adapter with this name, path and number is loaded. utility: `EngineClient.utility`. number:
     the adapter's lora_int_id; None for an unused one, in which case it is an error if the name is already loaded.
-    in_place: replace the adapter that has this name, if there is one, and take over its number instead of `number`; its
+    in_place: replace the adapter that has this name, if there is one, whose number must be `number` or None; its
     running requests continue with the old matrices. Raises RequestError, with nothing changed, for a name or number
     that is not allowed or that another adapter has, for files that cannot be used, without enable_lora, and if too many
     adapters are loaded or being loaded; EngineDeadError.
@@ -36,7 +36,8 @@ async def load_adapter(
 
 
 def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
-    """Load the request's adapter unless it is loaded already, and return its name; None if `request` is None.
+    """Load the request's adapter unless it is loaded already and not to be read again, and return its name; None if
+    `request` is None.
 
     lock: guards `core`; files are read without holding it. Raises ModelFileError for files that cannot be used, and
     RequestError for a name or number that is not allowed or that another adapter has, without enable_lora, and if too
@@ -44,22 +45,25 @@ def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoR
     """
     if request is None:
         return None
-    name, path, number = request.lora_name, request.path, request.lora_int_id
+    name, wanted = request.lora_name, (request.lora_name, request.path, request.lora_int_id)
     with lock:
         store = core.engine.extensions.adapter_store()
-        known = store.known(name, path, number)
+        known = store.known(*wanted, in_place=request.load_inplace)
     if not known:
-        weights = store.read(path)
+        weights = store.read(request.path)
         with lock:
-            if not store.known(name, path, number):
-                store.add(name, path, number, weights)
+            if not store.known(*wanted, in_place=request.load_inplace):
+                if any(each.adapter.name == name for each in store.adapters):
+                    core.utility("unload_adapter", name)
+                store.add(*wanted, weights)
     return name
 
 
 def load_each(
     core: EngineCore, lock: AbstractContextManager[Any], requests: Sequence[LoRARequest | None]
 ) -> list[str | None]:
-    """Load the adapters of several prompts, one for each, and return their names; None for a prompt without one. Raises
-    the errors of `load_first`.
+    """Load the adapters of several prompts, one for each, and return their names; None for a prompt without one. A
+    request that several prompts share is read once. Raises the errors of `load_first`.
     """
-    return [load_first(core, lock, each) for each in requests]
+    names = {key: load_first(core, lock, each) for key, each in {id(each): each for each in requests}.items()}
+    return [names[id(each)] for each in requests]

@@ -35,6 +35,7 @@ from jaxengine.requests.params.sampling_params import RequestOutputKind, Samplin
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput, checked
 from jaxengine.requests.pooling.params import PoolingParams
 from jaxengine.requests.run_in_thread import make_ready
+from jaxengine.requests.tokenization import tokenized
 from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
@@ -129,9 +130,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     @property
     def inputs(self) -> InputProcessor:
-        """The engine's InputProcessor: limits, tokenizer and default sampling parameters. Raises EngineDeadError in a
-        fork.
-        """
+        """The engine's InputProcessor: limits, tokenizer, sampling defaults. Raises EngineDeadError in a fork."""
         return self.core.inputs
 
     def generate(
@@ -145,6 +144,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         client: str | None = None,
         session_id: str | None = None,
         lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs as `sampling_params.output_kind` specifies, until the request is finished.
 
@@ -156,11 +156,14 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
           request_id: None for a generated one.
           priority, timeout, client, session_id: see `RequestOptions`.
           lora_request: the adapter to use. It is loaded first if necessary.
+          tokenization_kwargs: see jaxengine.requests.tokenization.tokenized, whose errors the call itself raises.
 
         Raises:
           RequestError: the request cannot be served; other requests are not affected.
           EngineDeadError: the engine has failed or was shut down.
         """
+        if tokenization_kwargs is not None:
+            prompt = tokenized(self.inputs, prompt, tokenization_kwargs)
         # A copy: the caller may change the fields for another request before the iteration begins.
         params = within_context(sampling_params, self.inputs.config.max_model_len)
         name = None if lora_request is None else lora_request.lora_name
@@ -204,8 +207,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         """Load an adapter unless it is loaded already, and return True. Raises RequestError, with nothing changed, or
         EngineDeadError.
         """
-        number = lora_request.lora_int_id
-        await load_adapter(self.utility, lora_request.lora_name, lora_request.path, number)
+        name, path, number = lora_request.lora_name, lora_request.path, lora_request.lora_int_id
+        await load_adapter(self.utility, name, path, number, in_place=lora_request.load_inplace)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
@@ -347,16 +350,14 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             raise self._dead
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a function of `EngineCore.utilities` between two steps and return its result, a plain JSON value.
-
-        Raises RequestError for an unknown name, the function's own errors, and EngineDeadError.
+        """Call a function of `EngineCore.utilities` between two steps and return its result, a plain JSON value. Raises
+        RequestError for an unknown name, the function's own errors, and EngineDeadError.
         """
         return await self.between_steps(lambda: self.core.utility(name, *arguments))
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Call a function on the engine's thread before its next step, wait for it, and return its result.
-
-        Raises the function's error, or EngineDeadError.
+        """Call a function on the engine's thread before its next step, wait for it, and return its result. Raises its
+        error, or EngineDeadError.
         """
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
@@ -378,9 +379,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the latest periods in which this process turned tokens into text, in order.
-
-        Each is (start, end, number of outputs); times are seconds of time.monotonic.
+        """Return the latest periods in which this process turned tokens into text, in order, as (start, end, number of
+        outputs), in seconds of time.monotonic.
         """
         return self.core.text_spans()
 

@@ -23,6 +23,7 @@ from jaxengine.requests.params.options import RequestOptions, within_context
 from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.requests.tokenization import tokenized
 from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         priority: int = 0,
     ) -> str:
@@ -92,6 +94,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         Args:
           arrival_time: seconds of time.time; None for now.
           lora_request: the adapter to use; it is loaded unless it already is.
+          tokenization_kwargs: see jaxengine.requests.tokenization.tokenized.
 
         Raises:
           RequestError: the request cannot be served and is not queued; its adapter may have been loaded.
@@ -99,6 +102,8 @@ class LLMEngine(WeightMethods, VllmMethods):
           EngineDeadError: the engine has failed or was shut down.
         """
         self.core.check()
+        if tokenization_kwargs is not None:
+            prompt = tokenized(self.core.inputs, prompt, tokenization_kwargs)
         name = load_first(self.core, self._lock, lora_request)
         options = RequestOptions(priority, lora=name)
         if arrival_time is not None:

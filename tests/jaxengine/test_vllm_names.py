@@ -39,7 +39,7 @@ ABSENT: dict[str, str] = {
         "all_parameters clone extra_kwargs late_interaction_params output_kind requires_token_ids returned_token_ids "
         "step_tag_id valid_parameters verify"
     ),
-    "LoRARequest": "adapter_id base_model_name is_3d_lora_weight load_inplace name",
+    "LoRARequest": "adapter_id is_3d_lora_weight name",
     "CompletionOutput": "lora_request spec_decode_metrics",
     "RequestMetrics": "is_corrupted is_watermark_skipped is_watermarked",
 }
@@ -54,14 +54,11 @@ NOT_TAKEN: dict[str, dict[str, str]] = {
     | {
         "abort": "internal",
         "encode": "reasoning_ended tokenization_kwargs trace_headers",
-        "generate": (
-            "data_parallel_rank kv_hints prompt_text reasoning_ended reasoning_parser_kwargs tokenization_kwargs "
-            "trace_headers"
-        ),
+        "generate": ("data_parallel_rank kv_hints prompt_text reasoning_ended reasoning_parser_kwargs trace_headers"),
     },
     "LLMEngine": {
         "abort_request": "internal",
-        "add_request": "kv_hints prompt_text session_id tokenization_kwargs trace_headers",
+        "add_request": "kv_hints prompt_text session_id trace_headers",
         "from_engine_args": "enable_multiprocessing stat_loggers",
         "start_profile": _PROFILE["start_profile"],
     },

@@ -17,11 +17,15 @@ class LoRARequest:
       lora_name: unique name.
       lora_int_id: unique whole number, at least 1.
       lora_path: folder saved by PEFT, on the engine's machine.
+      base_model_name: without effect, as in vLLM's engine.
+      load_inplace: read the adapter, now at lora_path, once more for each call; running requests keep their matrices.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | os.PathLike[str]
+    base_model_name: str | None = None
+    load_inplace: bool = False
 
     @property
     def path(self) -> str:

@@ -53,6 +53,8 @@ def test_kinds_of_output(engine):
         longest = engine.inputs.config.max_model_len
         whole = (await collect(engine, GREEDY.clone_with(max_tokens=longest + 1)))[-1].outputs[0]
         assert (len(whole.token_ids), whole.finish_reason) == (longest - 5, "length")
+        *_, cut = await collect(engine, prompt=[5, 6, 7], tokenization_kwargs={"truncate_prompt_tokens": 2})
+        assert cut.prompt_token_ids == [6, 7]
 
     asyncio.run(run())
 

@@ -39,8 +39,10 @@ def test_requests_are_added_and_stepped(engine, tiny_options):
         assert engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, params, time.time()) == f"r{number}"
     longest = engine.core.inputs.config.max_model_len
     engine.add_request("whole", {"prompt_token_ids": [5]}, params.clone_with(max_tokens=longest + 1))
-    assert engine.get_num_unfinished_requests() == 4
+    engine.add_request("cut", [5, 6, 7], params, tokenization_kwargs={"truncate_prompt_tokens": 2})
+    assert engine.get_num_unfinished_requests() == 5
     outputs, errors = run(engine)
+    assert outputs.pop("cut")[-1].prompt_token_ids == [6, 7]
     assert len(outputs.pop("whole")[-1].outputs[0].token_ids) == longest - 1
     with LLM.from_engine_args(EngineArgs(**tiny_options)) as llm:
         wanted = llm.generate(PROMPTS, params, False)  # use_tqdm by position, as in vLLM

@@ -248,6 +248,23 @@ def test_an_adapter_whose_files_have_changed_ends_its_own_requests(llm, adapters
     assert tokens(llm, PROMPTS, adapters["rank 64"]) == expected["rank 64"]
 
 
+def test_an_adapter_is_read_again_in_place(llm, adapters, expected, tmp_path, monkeypatch):
+    """Once for a call, however many prompts share the request, and from another folder if its path is another one."""
+    store, read = llm.core.engine.extensions.adapter_store(), []
+    monkeypatch.setattr(store, "read", lambda path, of=store.read: (read.append(path), of(path))[1])
+    first = write_adapter(tmp_path / "first", TINY_CHECKPOINT, seed=50)
+    before = tokens(llm, PROMPTS, LoRARequest("live", 500, first))
+    new = adapters["rank 8"].lora_path
+    for number, refused in ((501, "is taken by the adapter 'live', number 500"), (2, "is taken by the adapter")):
+        with pytest.raises(RequestError, match=refused):
+            tokens(llm, PROMPTS, LoRARequest("live", number, new, load_inplace=True))
+    assert tokens(llm, PROMPTS, LoRARequest("live", 500, new, load_inplace=True)) == expected["rank 8"] != before
+    assert tokens(llm, PROMPTS, LoRARequest("live", 500, new)) == expected["rank 8"]
+    assert read == [str(first), str(new)]
+    assert [each["number"] for each in llm.core.utility("adapters") if each["name"] == "live"] == [500]
+    llm.core.utility("unload_adapter", "live")
+
+
 def test_over_several_devices(adapters, expected, thorough, executables_dir):
     """One of the cases, or all: `--thorough`."""
     cases = {name: options for name, options in PARALLEL.items() if thorough or name == "tp 2"}

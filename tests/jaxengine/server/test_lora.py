@@ -230,6 +230,11 @@ async def test_a_request_of_a_program_loads_its_adapter(engine, admin):
     adapter = LoRARequest("own", 7, f"{admin['lora_root']}/b")
     async for output in engine.generate("Hello there", lora_request=adapter):
         assert output.prompt == "Hello there" and output.lora_request == adapter
+    new = f"{admin['lora_root']}/a"
+    with pytest.raises(RequestError, match="is taken by the adapter 'own', number 7"):
+        await engine.add_lora(LoRARequest("own", 8, new, load_inplace=True))
+    assert await engine.add_lora(LoRARequest("own", 7, new, load_inplace=True))
+    assert [(each["number"], each["path"]) for each in await engine.utility("adapters")] == [(7, new)]
     assert await engine.list_loras() == {7}
     assert await engine.remove_lora(7) and not await engine.remove_lora(7)
 

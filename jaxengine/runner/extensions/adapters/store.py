@@ -136,9 +136,9 @@ class AdapterStore:
             raise ModelFileError(path, f"cannot be resolved: {error}") from None
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
-    def known(self, name: str, path: str, number: int) -> bool:
+    def known(self, name: str, path: str, number: int, in_place: bool = False) -> bool:
         """Whether an adapter with this name, path and number is loaded. The path of an adapter given from memory is not
-        compared.
+        compared. in_place: False for the adapter with this name and number, whatever its path: it may be replaced.
 
         Raises RequestError if the name or number is not allowed, if another adapter has one of them or a name that
         looks alike, or if MAX_ADAPTERS are loaded.
@@ -149,8 +149,8 @@ class AdapterStore:
             raise RequestError(text, param="lora_int_id", value=number)
         for record in self._named.values():
             same = record.adapter.name == name, record.number == number
-            if all(same) and record.path in (None, path):
-                return True
+            if all(same) and (in_place or record.path in (None, path)):
+                return not in_place
             if any(same):
                 held = f"{record.adapter.name!r}, number {record.number}, of {record.path}"
                 text = f"lora_name {show_value(name)} or lora_int_id {number} is taken by the adapter {held}"
@@ -269,11 +269,13 @@ class AdapterStore:
 
         number: its lora_int_id; None for a free one, and an adapter of that name that is loaded already is then an
         error. in_place: the adapter that has the name, if any, loses it once the new one is read, and the new one takes
-        over its number, so that `number` is not used. Raises RequestError for a name or number that `known` refuses,
+        over its number, which a `number` must equal. Raises RequestError for a name or number that `known` refuses,
         and if _MAX_LOADS adapters are being read. Loads that are done and were not asked for are dropped when that
         number is reached.
         """
-        if not (in_place and name in self._named) and self._is_there(name, path, number):
+        if in_place and name in self._named:
+            number = self._named[name].number if number is None else number
+        if self._is_there(name, path, number, in_place):
             return 0
         if len(self._loads) >= _MAX_LOADS:
             # Callers of those that are done may never ask for them.
@@ -310,12 +312,12 @@ class AdapterStore:
             raise RequestError(str(error), param="lora_path", value=load.path) from None
         return True
 
-    def _is_there(self, name: str, path: str, number: int | None) -> bool:
+    def _is_there(self, name: str, path: str, number: int | None, in_place: bool = False) -> bool:
         """Whether the adapter of a load is loaded already. Raises RequestError for a name or number that `known`
         refuses, and, with number None, if the name is loaded.
         """
         if number is not None:
-            return self.known(name, path, number)
+            return self.known(name, path, number, in_place)
         if name in self._named:
             raise RequestError(f"the adapter {name!r} has already been loaded", param="lora_name", value=name)
         return self.known(name, path, self.free_number())
