@@ -23,7 +23,7 @@ from jaxengine.media.decoding.images import quiet_pillow, read_image
 from jaxengine.media.decoding.sounds import read_sound
 from jaxengine.media.decoding.videos import read_video
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
-from jaxengine.media.fetching.fetch import fetch, scheme_of
+from jaxengine.media.fetching.fetch import fetch, read_frames, scheme_of
 from jaxengine.media.parts import MediaPart
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
 from jaxengine.turns import OWNER, FairThreads, share_of
@@ -151,7 +151,8 @@ class MediaLoader:
         """
         try:
             if isinstance(source, str):
-                source = fetch(source, self._options)
+                frames = read_frames(source, self._options.max_media_bytes) if part.modality == VIDEO else None
+                source = frames or fetch(source, self._options)
             if isinstance(source, GivenEmbeds):
                 return read_embeds(source, self._options)
             pixels, seconds = budget

@@ -117,7 +117,7 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
     """Return a message's content for a template, with media as {"type": modality}, and append its media to `parts`.
 
     where: path of the content for errors; a PlacedPart has its own path. Raises RequestError for media in a role that
-    may have none or with a `uuid`, and for a part of an unknown type or form.
+    may have none, and for a part of an unknown type or form. A part's `uuid` is ignored: content identifies media.
     """
     _check_types(content, where)
     kept: list[Any] = []
@@ -130,9 +130,6 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
         if (role := message.get("role")) not in ROLES:
             problem = f"{place} is an image, video or sound in a message of role {show_value(role)}"
             raise RequestError(f"{problem}; allowed: one of role {', '.join(ROLES)}", param=param)
-        if part.get("uuid") is not None:
-            text = f"{place}.uuid is given; media are identified by their content, not by names"
-            raise RequestError(text, param=param)
         modality, key, source = reader(part, place, param)
         parts.append(MediaPart(modality, source, f"{place}.{key}", param))
         kept.append({"type": modality})

@@ -36,7 +36,7 @@ class Sounds(Pictures):
         Raises RequestError for a request without exactly one media item.
         """
         if request.media is None or len(request.media.items) != 1:
-            problem = f"{_DATA} must have one sound under 'audio': every token of this model attends to one"
+            problem = f"{_DATA} must have one sound under 'audio': text attends to it (files: /v1/audio/transcriptions)"
             raise RequestError(problem, param=_DATA)
         if self._rules is None:
             return

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxengine.config.inputs.multimodal import ANY_DOMAIN, MediaOptions
 from jaxengine.media.base.errors import MediaError
+from jaxengine.media.base.frames import check_count
 from jaxengine.media.decoding.images import check_bytes, read_file
 from jaxengine.media.fetching import base64_pieces
 from jaxengine.media.fetching.addresses import is_address, is_public, look_up
@@ -32,6 +33,7 @@ _MAX_URL_CHARS = 8192
 _PIECE_BYTES = 64 << 10
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _DATA = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
+_FRAMES = re.compile("data:video/jpeg;base64,", re.IGNORECASE)
 # A body must arrive at this rate, bytes per second, after the seconds of grace.
 _LEAST_RATE, _GRACE = 4096, 5.0
 # Characters that are sent unescaped after the host (RFC 3986); others are percent-encoded.
@@ -96,6 +98,19 @@ def read_data(url: str, limit: int) -> bytes:
         ) from None
     check_bytes(len(raw), limit)
     return raw
+
+
+def read_frames(url: str, limit: int) -> tuple[list[bytes], dict[str, float]] | None:
+    """Return the frames of a data URL of type video/jpeg, JPEGs in base64 with commas between them, as `read_video`
+    takes them: one a second, as in vLLM. None for another address. Raises MediaError for other text, too many frames,
+    and more than `limit` bytes.
+    """
+    if (head := _FRAMES.match(url)) is None:
+        return None
+    count = url.count(",")
+    check_count(count)
+    check_bytes((len(url) - head.end()) * 3 // 4 - 3 * count, limit)
+    return [read_data(head[0] + each, limit) for each in url[head.end() :].split(",")], {"fps": 1.0}
 
 
 def _from_base64(text: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 import time
 
@@ -15,7 +16,7 @@ from jaxengine.media.load import MediaLoader
 from jaxengine.media.parts import MediaPart
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 from jaxengine.turns import OWNER
-from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url
+from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url, saved
 from tests.jaxengine.media.web_server import web_server
 
 
@@ -36,6 +37,26 @@ async def test_what_is_loaded_comes_in_order(loader):
     now = loader.load_now(parts(data_url(PNG), PICTURE))
     assert list(now) == ["image"] and all(np.array_equal(image, PIXELS) for image in now["image"])
     assert await loader.load([]) == {} and loader.load_now([]) == {}
+
+
+async def test_frames_of_a_data_url(loader):
+    """vLLM's form of a video that is frames already, one a second: JPEGs with commas between them."""
+    jpegs = [saved(PICTURE, "JPEG"), saved(PICTURE.rotate(180), "JPEG")]
+    url = "data:Video/JPEG;base64," + ",".join(base64.b64encode(each).decode() for each in jpegs)
+    (video,) = (await loader.load(parts(url, modality="video")))["video"]
+    frames = (await loader.load(parts(*jpegs)))["image"]
+    assert np.array_equal(video.frames, frames) and video.timestamps.tolist() == [0, 1] and video.fps == 1
+    for wrong, said in (
+        (url + ",", r"frame 2 that has no bytes"),
+        (url + ",@", "is not valid base64"),
+        (url + "," * 5000, "frames; allowed: 1 to"),
+        (url.replace("Video", "image"), "is not valid base64"),
+    ):
+        with pytest.raises(RequestError, match=rf"^messages\[0\] .*{said}"):
+            await loader.load(parts(wrong, modality="video"))
+    small = MediaLoader(MediaOptions(max_media_bytes=len(jpegs[0]) + 50))
+    with pytest.raises(RequestError, match="max_media_bytes"):
+        await small.load(parts(url, modality="video"))
 
 
 async def test_the_first_that_fails_is_named(loader):
