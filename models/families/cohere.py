@@ -21,8 +21,6 @@ from jaxengine.models.layers.attention.attention import Attention, head_copies
 from jaxengine.models.layers.base.norm import rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 
-_NUM_NORMED_LAYERS = 64
-
 
 class PerHeadLayerNorm(nnx.Module):
     """Layer norm (x - mean(x)) / sqrt(var(x) + eps) * weight over each head, with weights [heads, H].
@@ -67,9 +65,7 @@ class CohereForCausalLM(Cohere2ForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        # Files do not say whether q and k have norms: as in llama.cpp, those of Command R+ have, by its 64 layers.
-        qk_norm = gguf.fields.integer("block_count") >= _NUM_NORMED_LAYERS
-        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", interleaved=True, qk_norm=qk_norm)
+        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", interleaved=True, qk_norm=gguf.qk_norm)
         return shared | {"logit_scale": gguf.fields.number("logit_scale")}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2_wide": {"rope_parameters": DEFAULT_ROPE},
     "olmo3": {},
     "smollm3_untied": {"no_rope_layers": None, "no_rope_layer_interval": None},
+    "cohere": {},
     "cohere_untied": {"rope_parameters": DEFAULT_ROPE},
     "cohere2_wide": {"layer_types": None, "rope_parameters": DEFAULT_ROPE},
     "exaone4": {"rope_parameters": DEFAULT_ROPE},
@@ -265,7 +266,7 @@ def test_internlm2(tmp_path, recorded, paged_run):
         of_groups = values.reshape(config["num_key_value_heads"], 4, -1, values.shape[1])
         for part, own in {"q": of_groups[:, :2], "k": of_groups[:, 2], "v": of_groups[:, 3]}.items():
             tensors[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = own.reshape(-1, values.shape[1])
-    (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+    (path := tmp_path / "model.gguf").write_bytes(gguf_conversion.converted(config, tensors))
     with contextlib.closing(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))) as source:
         check_logits(source, recorded("internlm2"), paged_run)
 
