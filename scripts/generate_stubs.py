@@ -24,10 +24,11 @@ STAMPS = (
     r"import warnings\n",
     r"GRPC_GENERATED_VERSION = (?:.|\n)*?\n    \)\n",
 )
-# What nothing uses and would be a third of their size: slots and numbers of fields in the types, places in the
-# serialised descriptor, which only protobuf without C needs to copy a message's descriptor, and classes of grpcio's
-# experimental API.
+# What nothing uses and would be half of their size: slots and numbers of fields in the types, places in the serialised
+# descriptor, which only protobuf without C needs to copy a message's descriptor, classes of grpcio's experimental API,
+# and those of other servers.
 UNUSED = (
+    r"\n\nclass \w+Servicer:(?:.|\n)*",
     r"(?m)^ *__slots__ = \(.*\)\n",
     r"(?m)^ *[A-Z0-9_]+_FIELD_NUMBER: _ClassVar\[int\]\n",
     r"(?m)^  _globals\['\w+'\]\._serialized_(?:start|end)=\d+\n",
