@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -23,11 +22,11 @@ from jaxengine.models.config.readers.gguf import (
     EXPERT_SIZE,
     GGUFConfig,
     RopeFactors,
-    as_array,
     gguf_experts,
     gguf_fields,
     gguf_sliding,
 )
+from jaxengine.models.config.readers.gguf_states import of_layers
 from jaxengine.models.config.readers.hf import (
     FULL,
     LAYER_CONFIG,
@@ -291,7 +290,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         fields = gguf.fields
         kinds = [SLIDING if windowed else FULL for windowed in gguf_sliding(fields, _FULL_EVERY)]
-        heads, sizes = (_of_layers(fields, name) for name in ("attention.head_count_kv", "feed_forward_length"))
+        heads, sizes = (of_layers(fields, name) for name in ("attention.head_count_kv", "feed_forward_length"))
         # gguf_fields reads one number for all layers, which is corrected below.
         named = {"attention.head_count_kv": heads[0], "feed_forward_length": sizes[0]}
         named = {f"{fields.prefix}{name}": value for name, value in named.items()}
@@ -430,17 +429,6 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
     """
     count, chosen, size = map(fields.integer, ("num_experts", "top_k_experts", "moe_intermediate_size"))
     return ExpertsConfig(num_experts=count, num_per_token=chosen, intermediate_size=size)
-
-
-def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
-    """Return the number for each layer in the GGUF field `name`, which is one number for all layers, or a list. Raises
-    ModelConfigError for other values and for numbers below 1.
-    """
-    count, given = fields.integer("block_count"), fields.value(name)
-    listed = np.atleast_1d(as_array(given))
-    if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:
-        raise fields.fail(name, f"an integer >= 1, or a list of {count}")
-    return tuple(np.broadcast_to(listed, count).tolist())
 
 
 def _gguf_attention(

@@ -25,6 +25,7 @@ from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.models.families.test_golden import assert_close, padded
 from tests.models.weights.gguf.gguf_conversion import ARCHITECTURES, converted
+from tests.models.weights.gguf.gguf_states_conversion import STATES, converted_states
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
@@ -88,11 +89,18 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": DEFAULT_ROPE,
     },
 }
+# Models with states, most of whose logits are compared as well.
+STATE_CASES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+}
+CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 REARRANGED = ("gpt2", "gpt_neox")
-CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe")
+CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
 
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -110,9 +118,9 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source.close()
     if name in CHANGED_WEIGHTS:  # layers that were dense have experts
         shapes = {tensor: values.shape for tensor, values in tensors.items()}
-        first = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith("model.layers.0.")}
+        first = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith("model.layers.0.mlp.")}
         for layer in range(config["num_hidden_layers"]):
-            of_layer = (f"model.layers.{layer}.", "model.layers.0.")
+            of_layer = (f"model.layers.{layer}.mlp.", "model.layers.0.mlp.")
             tensors = {tensor: values for tensor, values in tensors.items() if not tensor.startswith(of_layer[0])} | {
                 tensor.replace(*of_layer[::-1]): draw(tensor.replace(*of_layer[::-1]), shape)
                 for tensor, shape in first.items()
@@ -149,7 +157,8 @@ def opened(tmp_path):
             if "n_inner" in raw:
                 config["intermediate_size"] = raw["n_inner"] or 4 * config["hidden_size"]
         tensors = tensors_of(name, config)
-        (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+        convert = converted_states if name in STATE_CASES else converted
+        (path := tmp_path / "model.gguf").write_bytes(convert(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
         return config, tensors, sources[-1]
 
@@ -174,7 +183,11 @@ def test_the_model_and_its_weights(opened, name):
     assert set(source.weights.names()) - rope == tensors.keys()
     for tensor, values in tensors.items():
         # Norms to which the format adds one lose some of float32's last bits.
-        atol = 2e-7 if LAYOUTS[ARCHITECTURES[config["architectures"][0]]].norm_offset else 0
+        atol = 2e-7 if LAYOUTS[(ARCHITECTURES | STATES)[config["architectures"][0]]].norm_offset else 0
+        if tensor.endswith("conv1d.weight"):
+            values = values.squeeze(1)
+        if tensor.endswith(".A_log"):
+            atol = 1e-6
         np.testing.assert_allclose(source.weights.read(tensor), values, rtol=0, atol=atol, err_msg=tensor)
     load_params(build_model(source.config, Build("float32")), source.weights)
 
@@ -186,6 +199,7 @@ def test_the_model_and_its_weights(opened, name):
         "exaone4_full",
         "deepseek_v3",
         "youtu",
+        "qwen3_5",
         *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in REARRANGED),
     ],
 )
@@ -225,4 +239,4 @@ def test_every_layout_has_a_family_and_a_case():
     changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
-    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3"} == set(LAYOUTS)
+    assert {(ARCHITECTURES | STATES)[case] for case in cases} | {"llama", "qwen2", "qwen3"} == set(LAYOUTS)
