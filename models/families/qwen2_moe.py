@@ -33,10 +33,7 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        shared = gguf.fields.integer("expert_shared_feed_forward_length")
-        more: dict[str, Any] = {"shared_intermediate_size": shared, "shared_gate": True}
-        experts = gguf_experts(gguf.fields, norm_weights=False, size=EXPERT_SIZE, **more)
-        return gguf_fields(gguf, experts=experts, bias=True)
+        return gguf_fields(gguf, experts=gated_gguf_experts(gguf.fields, norm_weights=False), bias=True)
 
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(shared="shared_expert")
@@ -58,3 +55,10 @@ def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )
+
+
+def gated_gguf_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
+    """Return the same configuration of a GGUF file. Raises ModelConfigError for a field that is missing or wrong."""
+    size = fields.integer("expert_shared_feed_forward_length")
+    more: dict[str, Any] = {"shared_intermediate_size": size, "shared_gate": True}
+    return gguf_experts(fields, norm_weights=norm_weights, size=EXPERT_SIZE, **more)

@@ -12,6 +12,8 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig
+from jaxengine.models.config.readers.gguf_states import gguf_delta_fields
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LlamaForCausalLM
@@ -25,9 +27,15 @@ from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     """Layers of gated delta nets or gated attention, each with a dense MLP."""
 
+    gguf_architecture: ClassVar[str | None] = "qwen35"
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return hybrid_fields(fields)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_delta_fields(gguf)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         return LlamaForCausalLM.make_mlp(self, layer, build)
@@ -39,6 +47,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with a vision tower, as it is published."""
 
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(squeezed=(".conv1d.weight",))
 
     @classmethod

@@ -11,10 +11,12 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig
+from jaxengine.models.config.readers.gguf_states import gguf_delta_fields
 from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER, gated_fields
-from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts
+from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts, gated_gguf_experts
 from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.states.delta_net import GatedDeltaNet
@@ -29,13 +31,17 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     each layer, and experts.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "qwen3next"
     norm_class = OffsetRMSNorm
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return hybrid_fields(fields) | {"experts": gated_experts(fields, norm_weights=True)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_delta_fields(gguf, experts=gated_gguf_experts(gguf.fields, norm_weights=True))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, attention = self.config, self.config.attention[layer]

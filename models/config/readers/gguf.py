@@ -194,14 +194,14 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
     return tuple(every == 0 or (layer + 1) % every > 0 for layer in range(num_layers))
 
 
-def gguf_of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
+def gguf_of_layers(fields: ConfigFields, name: str, minimum: int = 1) -> tuple[int, ...]:
     """Return the number for each layer in the field `name`, which is one number for all layers, or a list. Raises
-    ModelConfigError for other values and for numbers below 1.
+    ModelConfigError for other values and for numbers below `minimum`.
     """
-    count, given = fields.integer("block_count"), fields.value(name)
-    listed = np.atleast_1d(as_array(given))
-    if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < 1:
-        raise fields.fail(name, f"an integer >= 1, or a list of {count}")
+    count = fields.integer("block_count")
+    listed = np.atleast_1d(as_array(fields.value(name)))
+    if listed.dtype.kind not in "iu" or listed.shape not in ((1,), (count,)) or listed.min() < minimum:
+        raise fields.fail(name, f"an integer >= {minimum}, or a list of {count}")
     return tuple(np.broadcast_to(listed, count).tolist())
 
 

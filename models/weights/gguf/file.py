@@ -1,7 +1,8 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
-Handles the order of the query and key rows of llama files, stacked experts as tensors of their own, factors of whole
-matrices, and matrices whose blocks are read as codes and scales. Differences between architectures are rows of
+Handles the order of the query and key rows of llama files, rows and columns that are arranged otherwise (arranged.py),
+stacked experts as tensors of their own, factors of whole matrices, and matrices whose blocks are read as codes and
+scales. Differences between architectures are rows of
 gguf/layout.py. Headers are read by gguf/header.py, block formats by gguf/dequant.py.
 """
 
@@ -22,6 +23,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import open_regular
 from jaxengine.models.params.source import WHOLE
 from jaxengine.models.quantization.schemes.gguf import CODES, SCALES, ZEROS
+from jaxengine.models.weights.gguf.arranged import Arranged, arrange, arrangements
 from jaxengine.models.weights.gguf.dequant import BlockFormat, dequantize, split_blocks
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
 from jaxengine.models.weights.gguf.layout import LAYOUTS, K, Q
@@ -84,6 +86,8 @@ class GGUFFile:
             self._heads = {part: self._head_count(key) for part, key in parts.items()}
             self._factors: dict[str, TensorInfo] = {}
             self._tensors = self._named(tensors)
+            orders = arrangements(self.architecture, self._positive)
+            self._arranged = arrange(self.path, self._tensors, self._factors, orders)
             self.biased = frozenset(match[1] for info in tensors if (match := _BIAS.fullmatch(info.name)))
             self.qk_norm = any(info.name.endswith(".attn_q_norm.weight") for info in tensors)
             self._kept: dict[str, tuple[str, str]] = {}
@@ -123,7 +127,12 @@ class GGUFFile:
     def formats(self) -> dict[str, BlockFormat]:
         """Return the block format of each quantised matrix, by its module (the name without `.weight`)."""
         matrices = (item for item in self._tensors.items() if item[0].endswith(".weight") and len(item[1].shape) == 2)
-        return {name.removesuffix(".weight"): info.format for name, info in matrices if info.format.parts is not None}
+        matrices = ((name, info) for name, info in matrices if info.format.parts is not None)
+        return {
+            name.removesuffix(".weight"): info.format
+            for name, info in matrices
+            if name not in self._arranged or self._arranged[name].has_blocks(info.format)
+        }
 
     def keep(self, modules: Iterable[str]) -> None:
         """Serve the matrices of these modules, a subset of `formats`, as codes, scales and zeros instead of
@@ -146,16 +155,22 @@ class GGUFFile:
         """Return these rows and columns of [out, in]: float16 or bfloat16 if the file stores them, int8 for kept codes,
         otherwise float32.
 
-        The offset that the file's converter has added to the weights of norms is subtracted, and factors of whole
-        matrices are applied. Raises ModelFileError for a tensor that the file does not have, and if it cannot be read.
+        What the file's converter does to values is undone: the offset of the weights of norms, and -exp(A_log) of
+        states. Factors of whole matrices are applied. Raises ModelFileError for a tensor that the file does not have or
+        whose values are not possible, and if it cannot be read.
         """
         name, kind = self._kept.get(name, (name, None))
         values = self._read(name, kind, rows, columns)
         if kind != CODES and name in self._factors:
             factor = self._read_rows(self._factors[name], None, 0, 1, WHOLE)
             values = values.astype(np.float32) * factor.astype(np.float32)
-        if self._layout.norm_offset and name.endswith("norm.weight"):
-            return values.astype(np.float32) - np.float32(self._layout.norm_offset)
+        if offset := self._layout.offset_of(name):
+            return values.astype(np.float32) - np.float32(offset)
+        if name.endswith(".A_log"):
+            if (values > 0).any():
+                raise ModelFileError(self.path, "must not hold numbers above 0", self._info(name).name)
+            with np.errstate(divide="ignore"):  # without decay
+                return np.log(-values.astype(np.float32))
         return values
 
     def _read(self, name: str, kind: str | None, rows: slice, columns: slice) -> np.ndarray:
@@ -164,6 +179,8 @@ class GGUFFile:
         read.
         """
         info, num_heads = self._info(name), self._permuted_heads(name)
+        if name in self._arranged:
+            return self._read_arranged(self._arranged[name], kind, rows, columns)
         first, last, _ = rows.indices(info.shape[0])
         if num_heads is None or first >= last:
             return self._read_rows(info, kind, first, last, columns)
@@ -172,6 +189,18 @@ class GGUFFile:
         stored = self._read_rows(info, kind, first_head * head_dim, last_head * head_dim, columns)
         start = first_head * head_dim
         return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
+
+    def _read_arranged(self, arranged: Arranged, kind: str | None, rows: slice, columns: slice) -> np.ndarray:
+        """Return rows and columns of a tensor in the checkpoint's order, with factors; see `_read`."""
+        stored, order = (columns, None) if arranged.order.columns is None else (WHOLE, arranged.columns(kind))
+        pieces = []
+        for part, factor, first, last in arranged.runs(rows):
+            piece = self._read_rows(part, kind, first, last, stored)
+            if factor is not None and kind != CODES:
+                piece = piece.astype(np.float32) * self._read_rows(factor, None, 0, 1, WHOLE).astype(np.float32)
+            pieces.append(piece)
+        values = np.concatenate(pieces)
+        return values if order is None else values[:, order[columns]]
 
     def _read_rows(self, info: TensorInfo, kind: str | None, first: int, last: int, columns: slice) -> np.ndarray:
         """Return rows `first` to last - 1 in the order of the file, reading CHUNK_BYTES of complete rows at a time.
@@ -282,11 +311,17 @@ class GGUFFile:
         """Return the number of heads in the metadata's field `key`, without its architecture; that of queries if it is
         absent. Raises ModelFileError for anything but an integer >= 1.
         """
+        return self._positive(key if f"{self.architecture}.{key}" in self.metadata else _HEADS_KEY[Q])
+
+    def _positive(self, key: str) -> int:
+        """Return the metadata's field `key`, without its architecture. Raises ModelFileError for anything but an
+        integer >= 1.
+        """
         key = f"{self.architecture}.{key}"
-        heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY[Q]}"))
-        if type(heads) is not int or heads < 1:
-            raise ModelFileError(self.path, f"must be a positive number, got {repr(heads)[:100]}", key)
-        return heads
+        number = self.metadata.get(key)
+        if type(number) is not int or number < 1:
+            raise ModelFileError(self.path, f"must be a positive number, got {repr(number)[:100]}", key)
+        return number
 
 
 def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:

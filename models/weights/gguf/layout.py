@@ -40,7 +40,9 @@ _LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.((?:nextn\.)?[a-z0-9_]+)\.(weight|bias|scale|input_scale)")
+_LAYER_TENSOR = re.compile(
+    r"blk\.(0|[1-9][0-9]{0,5})\.((?:nextn\.|shortconv\.)?[a-z0-9_]+)(?:\.(weight|bias|scale|input_scale))?"
+)
 _GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias|scale|input_scale)")
 # Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
 _ONE_EXPERT = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down))\.(0|[1-9][0-9]{0,3})(\.[a-z_]+)")
@@ -71,6 +73,24 @@ _LLAMA4 = {
     **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
     **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_GATE_ROW = frozenset(("ffn_gate_inp_shexp",))
+_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_DELTA_BARE = {"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _PER_LAYER = {
@@ -109,7 +129,7 @@ class GGUFLayout(NamedTuple):
       permuted: whether rows of q and k are in the order in which llama.cpp rotates neighbours (gguf/file.py,
         unpermute_rows).
       permuted_biases: whether the biases of q and k are in that order too, if their rows are.
-      norm_offset: number that the converter has added to the weights of norms.
+      norm_offset: number that the converter has added to the weights of norms, except those in a delta net.
       bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
       rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
       factors: checkpoint names of a layer's `.scale` tensors that are weights of their own, by llama.cpp's name.
@@ -133,6 +153,8 @@ class GGUFLayout(NamedTuple):
                 return f"model.layers.{layer}.{self.factors[part]}"
             if part in self.bare:
                 return f"model.layers.{layer}.{self.bare[part]}"
+            if kind is None:
+                return name
             module = self.parts.get(part) or _LAYER.get(part) or (part if part.startswith("nextn.") else None)
             return name if module is None else f"model.layers.{layer}.{module}.{kind}"
         if match := _GLOBAL_TENSOR.fullmatch(name):
@@ -151,6 +173,11 @@ class GGUFLayout(NamedTuple):
             return tuple(self.canonical_name(match[1] + half + match[2]) for half in ("gate", "up"))
         return (self.canonical_name(name),)
 
+    def offset_of(self, name: str) -> float:
+        """Return what the converter has added to the checkpoint's tensor `name`."""
+        is_norm = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+        return self.norm_offset if is_norm else 0.0
+
     def is_row(self, name: str) -> bool:
         """Return whether the file's vector `name` is the single row of a matrix."""
         match = _LAYER_TENSOR.fullmatch(name)
@@ -162,13 +189,10 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "llama": GGUFLayout(_MIXTRAL, permuted=True),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "qwen3vlmoe"), GGUFLayout()),
     **dict.fromkeys(("mistral3", "internlm2"), GGUFLayout(permuted=True)),
-    "qwen2moe": GGUFLayout(
-        {
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
-        },
-        rows=frozenset(("ffn_gate_inp_shexp",)),
-    ),
+    "qwen2moe": GGUFLayout(_SHARED_EXPERT, rows=_GATE_ROW),
+    "qwen3next": GGUFLayout({**_DELTA, **_SHARED_EXPERT}, norm_offset=1.0, bare=_DELTA_BARE, rows=_GATE_ROW),
+    "qwen35": GGUFLayout(_DELTA, norm_offset=1.0, bare=_DELTA_BARE),
+    "qwen35moe": GGUFLayout({**_DELTA, **_SHARED_EXPERT}, norm_offset=1.0, bare=_DELTA_BARE, rows=_GATE_ROW),
     "olmoe": GGUFLayout(),
     "minimax-m2": GGUFLayout(_MIXTRAL, bare={"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}),
     "hunyuan-moe": GGUFLayout(

@@ -27,6 +27,7 @@ from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.models.families.test_golden import assert_close, padded
 from tests.models.weights.gguf import further_conversion, gguf_conversion
+from tests.models.weights.gguf.gguf_states_conversion import STATES, converted_states
 
 ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -106,11 +107,18 @@ RESIZED = {
     "laurel.linear_right.weight": (64, 64),
     "model.embed_tokens_per_layer.weight": (128, 60),
 }
+# Models with states, most of whose logits are compared as well.
+STATE_CASES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+}
+CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 REARRANGED = ("gpt2", "gpt_neox")
-CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe")
+CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
 
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -131,9 +139,9 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
         tensors |= {tensor: draw(tensor, shape) for tensor, shape in resized.items()}
     if name in CHANGED_WEIGHTS:  # layers that were dense have experts
         shapes = {tensor: values.shape for tensor, values in tensors.items()}
-        first = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith("model.layers.0.")}
+        first = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith("model.layers.0.mlp.")}
         for layer in range(config["num_hidden_layers"]):
-            of_layer = (f"model.layers.{layer}.", "model.layers.0.")
+            of_layer = (f"model.layers.{layer}.mlp.", "model.layers.0.mlp.")
             tensors = {tensor: values for tensor, values in tensors.items() if not tensor.startswith(of_layer[0])} | {
                 tensor.replace(*of_layer[::-1]): draw(tensor.replace(*of_layer[::-1]), shape)
                 for tensor, shape in first.items()
@@ -170,8 +178,11 @@ def opened(tmp_path):
             if "n_inner" in raw:
                 config["intermediate_size"] = raw["n_inner"] or 4 * config["hidden_size"]
         tensors = tensors_of(name, config)
-        further = config["architectures"][0] in further_conversion.ARCHITECTURES
-        convert = further_conversion.converted if further else gguf_conversion.converted
+        if name in STATE_CASES:
+            convert = converted_states
+        else:
+            further = config["architectures"][0] in further_conversion.ARCHITECTURES
+            convert = further_conversion.converted if further else gguf_conversion.converted
         (path := tmp_path / "model.gguf").write_bytes(convert(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
         return config, tensors, sources[-1]
@@ -197,7 +208,11 @@ def test_the_model_and_its_weights(opened, name):
     assert set(source.weights.names()) - rope == tensors.keys()
     for tensor, values in tensors.items():
         # Norms to which the format adds one lose some of float32's last bits.
-        atol = 2e-7 if LAYOUTS[ARCHITECTURES[config["architectures"][0]]].norm_offset else 0
+        atol = 2e-7 if LAYOUTS[(ARCHITECTURES | STATES)[config["architectures"][0]]].norm_offset else 0
+        if tensor.endswith("conv1d.weight"):
+            values = values.squeeze(1)
+        if tensor.endswith(".A_log"):
+            atol = 1e-6
         np.testing.assert_allclose(source.weights.read(tensor), values, rtol=0, atol=atol, err_msg=tensor)
     load_params(build_model(source.config, Build("float32")), source.weights)
 
@@ -209,6 +224,7 @@ def test_the_model_and_its_weights(opened, name):
         "exaone4_full",
         "deepseek_v3",
         "youtu",
+        "qwen3_5",
         *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in REARRANGED),
     ],
 )
@@ -280,4 +296,4 @@ def test_every_layout_has_a_family_and_a_case():
     changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
-    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3", *READ_AS} == set(LAYOUTS)
+    assert {(ARCHITECTURES | STATES)[case] for case in cases} | {"llama", "qwen2", "qwen3", *READ_AS} == set(LAYOUTS)
