@@ -30,6 +30,7 @@ from jaxengine.models.config.readers.dflash import DFlashConfig
 from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family, with_stored_biases
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
+from jaxengine.models.families.wrapped import Wrapper, over_text
 from jaxengine.models.layers.dflash import DFlash
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
@@ -41,6 +42,7 @@ from jaxengine.models.quantization.registry import PLAIN, read_quantization
 from jaxengine.sharding.layout import MeshLayout
 
 _SUFFIX = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
+_GENERATING = ("forcausallm", "lmheadmodel")  # ends of the names of decoders, as `_plain` has them
 _NO_FACTORS = RopeFactors()
 QUANTIZATION = "quantization_config"
 _TEXT = ("text_config", "llm_config", "language_config")  # where wrappers have the fields of a language model
@@ -84,11 +86,37 @@ def model_for_hf(architecture: str, *, nested: bool = False) -> type[CausalLM]:
     """Return the class that has an architecture's layers. nested: see `family_of`. Raises ModelConfigError for an
     architecture that is not registered, with the name of the nearest one if any is similar.
     """
+    architecture, _, text = architecture.partition("[")
+    if text:
+        return over_text(model_for_hf(architecture), model_for_hf(text.removesuffix("]")))
     family, _ = family_of(architecture, nested=nested)
     model: Any = MODELS.get(family) or ENCODERS.get(family)
     if model is None:
         raise ModelConfigError(_unsupported(architecture, [*MODELS, *ENCODERS]))
     return model
+
+
+def _with_text(model: Any, fields: ConfigFields) -> Any:
+    """Return the class of the layers of a config.json's model, whose own class is `model`: that over the class of the
+    text part's model_type if `model` takes any. Raises ModelConfigError for a type without a class.
+    """
+    if not issubclass(model, Wrapper):
+        return model
+    kind = model.text_kind(fields)
+    names = {f"{stem}{end}" for stem in (_plain(kind), _plain(kind.removesuffix("_text"))) for end in _GENERATING}
+    for name in MODELS:
+        if _plain(name) in names:
+            return over_text(model, MODELS[name])
+    kinds = [_plain(_SUFFIX.sub("", name)) for name in MODELS if _plain(name).endswith(_GENERATING)]
+    near = difflib.get_close_matches(_plain(kind), kinds, 3, 0.5)
+    nearest = f", the nearest are {', '.join(near)}" if near else ""
+    allowed = f"that of a decoder (...ForCausalLM) in docs/models.md{nearest}"
+    raise ConfigFields({"model_type": kind}).fail("model_type", allowed)
+
+
+def _plain(name: str) -> str:
+    """Return a name in lower case, without what is neither a letter nor a digit."""
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
@@ -129,6 +157,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     """
     fields = ConfigFields(with_usual_fields(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields), nested=fields.mapping("text_config") is not None)
+    model = _with_text(model, fields)
     stored = fields.value(QUANTIZATION, None)
     stored = fields.value("compression_config", None) if stored is None else stored  # as compressed-tensors once had it
     if stored is None:

@@ -23,7 +23,6 @@ PROCESSORS = {
     "SiglipModel": "alone:AloneProcessor",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideoProcessor",
-    "GraniteVisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "Granite4VisionForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "RForConditionalGeneration": "llava_onevision:OnevisionImagesProcessor",
@@ -37,9 +36,6 @@ PROCESSORS = {
     "AyaVisionForConditionalGeneration": "cohere_vision:AyaVisionProcessor",
     "Cohere2VisionForConditionalGeneration": "cohere_vision:Cohere2VisionProcessor",
     "InternVLForConditionalGeneration": "internvl:internvl",
-    "InternVLQwen3MoeForConditionalGeneration": "internvl:internvl",
-    "InternVLGptOssForConditionalGeneration": "internvl:internvl",
-    "InternVLInternLM2ForConditionalGeneration": "internvl:internvl",
     "H2OVLChatModel": "h2ovl:H2OVLProcessor",
     "NVLM_D": "nvlm_d:NvlmDProcessor",
     "Eagle2_5_VLForConditionalGeneration": "eagle2_5:eagle2_5",
@@ -126,7 +122,7 @@ def processor_class(architecture: str) -> Callable[[Path, Mapping[str, Any], Mod
     """Return what makes the processor of an architecture, with the arguments of `processor_for`. Raises KeyError for an
     architecture without a row.
     """
-    module, _, name = PROCESSORS[architecture].partition(":")
+    module, _, name = PROCESSORS[architecture.partition("[")[0]].partition(":")
     return getattr(import_module(f"jaxengine.media.processors.{module}"), name)
 
 

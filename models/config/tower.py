@@ -36,6 +36,7 @@ class TowerConfig:
       attends_across: whether the tokens of all images of a prompt do, but not to the text between them that follows
         (LayerAttention.mutual). A step then has either all of a prompt's tokens from the first image to the last that
         are not computed yet, or none.
+      multiplier: factor of all embeddings that the tower gives.
       adds: whether embeddings are added to those of their tokens, instead of replacing them.
       whole_prompt: largest number of tokens of a prompt with images if all of its tokens attend to each other; 0 if
         only those of an image do.
@@ -63,6 +64,7 @@ class TowerConfig:
     part_layers: tuple[int, ...] = ()
     attends_both_ways: bool = False
     attends_across: bool = False
+    multiplier: float = 1.0
     adds: bool = False
     whole_prompt: int = 0
     in_windows_only: bool = False

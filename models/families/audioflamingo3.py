@@ -17,7 +17,7 @@ class AudioFlamingo3ForConditionalGeneration(Qwen2AudioForConditionalGeneration)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_sound_text(fields, {"model_type": "qwen2"}) | {"tower": read_audioflamingo3(fields)}
+        return read_sound_text(cls, fields) | {"tower": read_audioflamingo3(fields)}
 
 
 class MusicFlamingoForConditionalGeneration(Qwen2AudioForConditionalGeneration):
@@ -25,4 +25,4 @@ class MusicFlamingoForConditionalGeneration(Qwen2AudioForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_sound_text(fields, {"model_type": "qwen2"}) | {"tower": read_musicflamingo(fields)}
+        return read_sound_text(cls, fields) | {"tower": read_musicflamingo(fields)}

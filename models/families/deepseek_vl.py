@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, read_text
+from jaxengine.models.families.llava import FLATTENED
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.deepseek_vl import ALIGNER, TOWER, read_deepseek_vl, read_janus
 
@@ -28,12 +29,11 @@ NAMES = CheckpointNames(
 )
 
 
-class DeepseekVLForConditionalGeneration(LlamaForCausalLM):
+class DeepseekVLForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Llama with SigLIP. Its output head is the token table, unless tie_word_embeddings is false in text_config, or
     outside of it.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
     read_tower: ClassVar[Callable[[ConfigFields], TowerConfig]] = staticmethod(read_deepseek_vl)
 
@@ -42,7 +42,7 @@ class DeepseekVLForConditionalGeneration(LlamaForCausalLM):
         outer = fields
         if not (fields.has(_TIED) or ConfigFields(fields.mapping("text_config") or {}).has(_TIED)):
             outer = ConfigFields({**fields.raw, _TIED: True})
-        return read_text(outer) | {"tower": cls.read_tower(fields)}
+        return cls.read_text(outer) | {"tower": cls.read_tower(fields)}
 
 
 class JanusForConditionalGeneration(DeepseekVLForConditionalGeneration):

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, read_text
+from jaxengine.models.families.llava import FLATTENED
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.eagle2_5 import read_eagle
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
@@ -20,10 +21,10 @@ _PROJECTION = {"0": "layer_norm", "1": "linear_1", "3": "linear_2"}
 _OUTER = ("", "model.")
 
 
-class Eagle2_5_VLForConditionalGeneration(LlamaForCausalLM):
+class Eagle2_5_VLForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Qwen2, or another model with Llama's layers, with a vision tower over tiles."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    text: ClassVar[str] = "qwen2"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=tuple(
             (outer + old, new)
@@ -42,10 +43,15 @@ class Eagle2_5_VLForConditionalGeneration(LlamaForCausalLM):
     )
 
     @classmethod
+    def text_kind(cls, fields: ConfigFields) -> str:
+        kind = super().text_kind(fields)
+        return "llama" if kind == _BIDIRECTIONAL else kind
+
+    @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         if fields.has("llm_config"):
             fields = ConfigFields({**fields.raw, "text_config": fields.value("llm_config")})
         text = fields.mapping("text_config") or {}
         if text.get("model_type") == _BIDIRECTIONAL:
             fields = ConfigFields({**fields.raw, "text_config": {**text, "model_type": "llama"}})
-        return read_text(fields, "qwen2") | {"tower": read_eagle(fields)}
+        return cls.read_text(fields) | {"tower": read_eagle(fields)}

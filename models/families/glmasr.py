@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.qwen2_audio import Qwen2AudioForConditionalGeneration, read_sound_text
@@ -10,7 +10,6 @@ from jaxengine.models.sound.glmasr import read_glmasr
 
 # transformers' defaults of fields of the text part that a file lacks.
 _DEFAULTS: dict[str, Any] = {
-    "model_type": "llama",
     "vocab_size": 59264,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -27,8 +26,10 @@ _DEFAULTS: dict[str, Any] = {
 class GlmAsrForConditionalGeneration(Qwen2AudioForConditionalGeneration):
     """Llama with sounds in the prompt, which are encoded in windows of 30 seconds."""
 
+    text: ClassVar[str] = "llama"
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # transformers reads this field of the wrapper alone.
         tied = fields.boolean("tie_word_embeddings", True)
-        return read_sound_text(fields, _DEFAULTS, tied) | {"tower": read_glmasr(fields)}
+        return read_sound_text(cls, fields, _DEFAULTS, tied) | {"tower": read_glmasr(fields)}

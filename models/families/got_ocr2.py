@@ -8,18 +8,19 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import NAMES, read_text
+from jaxengine.models.families.llava import NAMES
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.sam import FLATTENED, read_got_ocr2
 
 
-class GotOcr2ForConditionalGeneration(LlamaForCausalLM):
+class GotOcr2ForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Qwen2, or another model with Llama's layers, with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    text: ClassVar[str] = "qwen2"
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(flattened=FLATTENED)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(tie_word_embeddings=True)
-        return read_text(fields, "qwen2") | {"tower": read_got_ocr2(fields)}
+        return cls.read_text(fields) | {"tower": read_got_ocr2(fields)}

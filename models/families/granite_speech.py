@@ -7,22 +7,22 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
-from jaxengine.models.families.granite import DEFAULTS, GraniteForCausalLM
+from jaxengine.models.families.granite import GraniteForCausalLM
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.granite_speech import CONVOLUTIONS, PROJECTOR, TOWER, read_granite_speech
 
 _PARTS = (f"{TOWER}.", f"{PROJECTOR}.")
 
 
-class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
+class GraniteSpeechForConditionalGeneration(Wrapper, GraniteForCausalLM):
     """Granite with audio of up to five minutes. Prompts with audio run with the LoRA adapter in the checkpoint's
     folder, if there is one.
     """
 
     # Whether the tower's configuration may name layers whose hidden states the Q-Former reads beside the last ones.
     joins_layers: ClassVar[bool] = False
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    text: ClassVar[str] = "granite"
     # Names in published checkpoints, and names of transformers 5 in memory.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
@@ -38,12 +38,8 @@ class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields).with_defaults(**DEFAULTS)
-        text.require(model_type="granite")
-        tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
-        shared = super().read_hf(ConfigFields({**text.raw, **tied}))
-        tower = read_granite_speech(fields, shared["embedding_multiplier"], joins=cls.joins_layers)
-        return shared | {"tower": tower}
+        shared = cls.read_text(fields) | {"tie_word_embeddings": fields.boolean("tie_word_embeddings", True)}
+        return shared | {"tower": read_granite_speech(fields, joins=cls.joins_layers)}
 
 
 class GraniteSpeechPlusForConditionalGeneration(GraniteSpeechForConditionalGeneration):

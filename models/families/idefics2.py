@@ -9,17 +9,16 @@ from typing import Any, ClassVar
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, read_text
+from jaxengine.models.families.llava import FLATTENED
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.idefics2 import CONNECTOR, TOWER, read_idefics2
 
-_MISTRAL = "mistral"
 
-
-class Idefics2ForConditionalGeneration(LlamaForCausalLM):
+class Idefics2ForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Mistral, or another model with Llama's layers, with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    text: ClassVar[str] = "mistral"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("model.text_model.", "model."),
@@ -32,4 +31,4 @@ class Idefics2ForConditionalGeneration(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)
-        return read_text(fields, _MISTRAL) | {"tower": read_idefics2(fields, text)}
+        return cls.read_text(fields) | {"tower": read_idefics2(fields, text)}

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, read_text
+from jaxengine.models.families.llava import FLATTENED
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.idefics3 import CONNECTOR, TOWER, read_idefics3
 
 
-class Idefics3ForConditionalGeneration(LlamaForCausalLM):
+class Idefics3ForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Llama with a vision tower over image tiles."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("model.text_model.", "model."),
@@ -28,7 +28,7 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields) | {"tower": read_idefics3(fields)}
+        return cls.read_text(fields) | {"tower": read_idefics3(fields)}
 
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import NAMES, read_text
+from jaxengine.models.families.llava import NAMES
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.internvl import read_internvl
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
@@ -38,10 +39,10 @@ _FIRST_PARTS = tuple((f".{old}.", f".{new}.") for old, new in _FIRST_MODULES.ite
 _FIRST_SUFFIXES = tuple((f".ls{number}", f".lambda_{number}") for number in (1, 2))
 
 
-class InternVLForConditionalGeneration(LlamaForCausalLM):
+class InternVLForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Qwen 2.5 or 3, or another model with Llama's layers, with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    text: ClassVar[str] = "qwen2"
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
         prefixes=(*NAMES.prefixes, *_FIRST_PREFIXES),
         suffixes=_FIRST_SUFFIXES,
@@ -54,7 +55,7 @@ class InternVLForConditionalGeneration(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields, tower = fields_and_tower(fields)
-        return read_text(fields, "qwen2") | {"tower": tower}
+        return cls.read_text(fields) | {"tower": tower}
 
 
 def fields_and_tower(fields: ConfigFields) -> tuple[ConfigFields, TowerConfig]:

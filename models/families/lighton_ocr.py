@@ -7,19 +7,18 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
-from jaxengine.models.families.llava import TEXTS
 from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
 
 _ENCODER, _PROJECTION = "vision_encoder", "vision_projection"
 
 
-class LightOnOcrForConditionalGeneration(Qwen3ForCausalLM):
+class LightOnOcrForConditionalGeneration(Wrapper, Qwen3ForCausalLM):
     """Qwen3 with Pixtral's vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    text: ClassVar[str] = "qwen3"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("model.language_model.", "model."),
@@ -36,8 +35,5 @@ class LightOnOcrForConditionalGeneration(Qwen3ForCausalLM):
         fixed: dict[str, Any] = {"projector_hidden_act": "gelu", "multimodal_projector_bias": False}
         fixed["vision_feature_layer"] = -1
         fields = ConfigFields({**fields.with_defaults(tie_word_embeddings=True).raw, **fixed})
-        text = text_fields(fields).with_defaults(**TEXTS["qwen3"][1])
-        if text.text("model_type", "qwen3") != "qwen3":
-            raise text.fail("model_type", "qwen3 in text_config")
-        shared = super().read_hf(text)
+        shared = cls.read_text(fields)
         return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}

@@ -7,16 +7,15 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import read_text
 from jaxengine.models.families.nemotron_h_omni import RADIO_NAMES, as_transformers
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.radio import read_tiled_radio
 
 
-class Llama_Nemotron_Nano_VL(LlamaForCausalLM):
+class Llama_Nemotron_Nano_VL(Wrapper, LlamaForCausalLM):
     """Llama with a vision tower over images in tiles."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = RADIO_NAMES._replace(
         prefixes=(
             ("language_model.model.", "model."),
@@ -28,4 +27,4 @@ class Llama_Nemotron_Nano_VL(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = as_transformers(fields)
-        return read_text(fields) | {"tower": replace(read_tiled_radio(fields), plain_projector=True)}
+        return cls.read_text(fields) | {"tower": replace(read_tiled_radio(fields), plain_projector=True)}

@@ -8,59 +8,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.mistral import MistralForCausalLM
-from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
-from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
-from jaxengine.models.families.seed_oss import SeedOssForCausalLM
-from jaxengine.models.families.smollm3 import SmolLM3ForCausalLM
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next, read_vip_llava
 from jaxengine.models.vision.llava_next_video import read_llava_next_video
 from jaxengine.models.vision.llava_onevision import read_llava_onevision
 from jaxengine.models.vision.pixtral import read_pixtral
 
-# text_config.model_type -> (family that reads it, transformers' defaults for fields that a file lacks). All have
-# Llama's layers. Files with the last three kinds must have all fields without a default in the family.
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MISTRAL = _LLAMA | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-_QWEN: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-TEXTS: dict[str, tuple[type[LlamaForCausalLM], dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, _LLAMA),
-    "mistral": (MistralForCausalLM, _MISTRAL),
-    "qwen2": (Qwen2ForCausalLM, _QWEN),
-    "qwen3": (Qwen3ForCausalLM, _QWEN),
-    "ernie4_5": (Ernie4_5ForCausalLM, {}),
-    "seed_oss": (SeedOssForCausalLM, {}),
-    "smollm3": (SmolLM3ForCausalLM, {}),
-}
 # Kernels of convolutions, which are flattened to matrices.
 FLATTENED = ("embeddings.patch_embedding.weight", ".patch_conv.weight")
 # Names of transformers 4 and of transformers 5, which has "model." before all parts.
@@ -77,28 +33,15 @@ NAMES = CheckpointNames(
 )
 
 
-def read_text(fields: ConfigFields, default: str = "llama") -> dict[str, Any]:
-    """Return arguments of ModelConfig from the text part of a config.json, read by the family of its model_type, or of
-    `default` if it has none. Raises ModelConfigError for wrong fields, and for a type that is not in TEXTS.
-    """
-    text = text_fields(fields)
-    kind = text.text("model_type", default)
-    if kind not in TEXTS:
-        raise text.fail("model_type", f"one of {', '.join(TEXTS)} in text_config")
-    family, defaults = TEXTS[kind]
-    return family.read_hf(text.with_defaults(**defaults))
-
-
-class LlavaForConditionalGeneration(LlamaForCausalLM):
+class LlavaForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Llama, or a model with its layers, with a vision tower; also Pixtral 12B as transformers stores it."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         kind = (fields.mapping("vision_config") or {}).get("model_type")
-        return read_text(fields) | {"tower": _read_pixtral(fields) if kind == "pixtral" else read_llava(fields)}
+        return cls.read_text(fields) | {"tower": _read_pixtral(fields) if kind == "pixtral" else read_llava(fields)}
 
 
 def _read_pixtral(fields: ConfigFields) -> TowerConfig:
@@ -116,7 +59,7 @@ class VipLlavaForConditionalGeneration(LlavaForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields) | {"tower": read_vip_llava(fields)}
+        return cls.read_text(fields) | {"tower": read_vip_llava(fields)}
 
 
 class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
@@ -124,7 +67,7 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields) | {"tower": read_llava_next(fields)}
+        return cls.read_text(fields) | {"tower": read_llava_next(fields)}
 
 
 class LlavaNextVideoForConditionalGeneration(LlavaForConditionalGeneration):
@@ -132,12 +75,14 @@ class LlavaNextVideoForConditionalGeneration(LlavaForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields) | {"tower": read_llava_next_video(fields)}
+        return cls.read_text(fields) | {"tower": read_llava_next_video(fields)}
 
 
 class LlavaOnevisionForConditionalGeneration(LlavaForConditionalGeneration):
     """LLaVA-NeXT that interpolates the embeddings of images with many tiles, and also takes videos."""
 
+    text: ClassVar[str] = "qwen2"
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields, "qwen2") | {"tower": read_llava_onevision(fields)}
+        return cls.read_text(fields) | {"tower": read_llava_onevision(fields)}

@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, TEXTS
+from jaxengine.models.families.llava import FLATTENED
+from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
+from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.families.wrapped import of_kind
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.minicpmv2_6 import RESAMPLER, TOWER, read_resampled
 
-# The language model by `version`, a key of TEXTS.
-_TEXTS = {"2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
+# The language model by `version`.
+_TEXTS = {"2.6": ("qwen2", Qwen2ForCausalLM), "4.0": ("llama", LlamaForCausalLM), "4.5": ("qwen3", Qwen3ForCausalLM)}
 
 
 class MiniCPMV(LlamaForCausalLM):
@@ -39,9 +42,8 @@ class MiniCPMV(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        kind = _TEXTS.get(str(fields.value("version", None)))
-        if kind is None:
+        if (version := str(fields.value("version", None))) not in _TEXTS:
             raise fields.fail("version", ", ".join(_TEXTS))
-        family, defaults = TEXTS[kind]
-        text = fields.with_defaults(**defaults)
+        kind, family = _TEXTS[version]
+        text = of_kind(fields, kind)
         return family.read_hf(text) | {"tower": read_resampled(text)}

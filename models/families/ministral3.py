@@ -13,8 +13,8 @@ from jaxengine.models.config.readers.hf import require_rope, text_fields
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.llama import gated_fields
-from jaxengine.models.families.llava import TEXTS
 from jaxengine.models.families.mistral import MistralForCausalLM
+from jaxengine.models.families.wrapped import of_kind
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
 
@@ -71,11 +71,8 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
         kind = text.text("model_type", "mistral")
         if kind not in ("mistral", "ministral3"):
             raise text.fail("model_type", "mistral, ministral3 or mistral4 in text_config")
-        if kind == "ministral3":
-            shared = super().read_hf(text)
-        else:  # transformers 4.50 left out what its class of the text has by default
-            family, defaults = TEXTS[kind]
-            shared = family.read_hf(text.with_defaults(**defaults))
+        # transformers 4.50 left out what its class of the text has by default
+        shared = super().read_hf(text) if kind == "ministral3" else MistralForCausalLM.read_hf(of_kind(text, kind))
         return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}
 
 

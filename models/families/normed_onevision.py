@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.llava import NAMES, LlavaForConditionalGeneration, read_text
+from jaxengine.models.families.llava import NAMES, LlavaForConditionalGeneration
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import PROJECTOR
 from jaxengine.models.vision.llava_onevision import read_llava_onevision
@@ -24,6 +24,7 @@ class RForConditionalGeneration(LlavaForConditionalGeneration):
       projector_factor: outputs of the projector's first product, in multiples of the hidden size.
     """
 
+    text: ClassVar[str] = "qwen3"
     projector_factor: ClassVar[int] = 1
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
         prefixes=(*((start + f"{PROJECTOR}.pre_norm.", _NORM) for start in ("model.", "")), *NAMES.prefixes)
@@ -33,7 +34,7 @@ class RForConditionalGeneration(LlavaForConditionalGeneration):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(multimodal_projector_bias=True)
         fields.require(projector_hidden_act="gelu", multimodal_projector_bias=True)
-        shared = read_text(fields, "qwen3")
+        shared = cls.read_text(fields)
         size = cls.projector_factor * shared["hidden_size"]
         tower = replace(read_llava_onevision(fields), norm_eps=_EPS, projector_size=size)
         return shared | {"tower": tower}

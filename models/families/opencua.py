@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
-from jaxengine.models.families.llava import TEXTS
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES
+from jaxengine.models.families.wrapped import of_kind
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl
 
@@ -30,6 +30,5 @@ class OpenCUAForConditionalGeneration(Qwen2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        _, defaults = TEXTS["qwen2"]
-        shared = super().read_hf(text_fields(fields).with_defaults(**defaults))
+        shared = super().read_hf(of_kind(text_fields(fields), "qwen2"))
         return shared | {"tower": read_qwen2_5_vl(fields.part("vision_config"), shared["hidden_size"])}

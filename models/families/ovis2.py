@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.llava import NAMES, LlavaForConditionalGeneration, read_text
+from jaxengine.models.families.llava import NAMES, LlavaForConditionalGeneration
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import TOWER
 from jaxengine.models.vision.ovis2 import NUM_INDICATORS, WORDS, read_ovis2
 
 
 class Ovis2ForConditionalGeneration(LlavaForConditionalGeneration):
-    """Qwen 2.5, or another model with Llama's layers, with a vision tower."""
+    """Qwen 2.5, or another text model, with a vision tower."""
 
+    text: ClassVar[str] = "qwen2"
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
         prefixes=(*NAMES.prefixes, (f"model.{WORDS}.", f"{WORDS}.")), tower=(f"{TOWER}.", f"{WORDS}.")
     )
@@ -24,7 +25,7 @@ class Ovis2ForConditionalGeneration(LlavaForConditionalGeneration):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(tie_word_embeddings=True)
-        return read_text(fields, "qwen2") | {"tower": read_ovis2(fields)}
+        return cls.read_text(fields) | {"tower": read_ovis2(fields)}
 
 
 # Fields of visual_tokenizer_config that transformers has in vision_config.

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, read_text
+from jaxengine.models.families.llava import FLATTENED
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import TOWER
 from jaxengine.models.vision.ovis2 import WORDS
@@ -34,15 +35,15 @@ def _with_text(fields: ConfigFields) -> ConfigFields:
     return ConfigFields({**fields.raw, "text_config": fields.value("llm_config", fields.value("text_config", None))})
 
 
-class Ovis2_5(LlamaForCausalLM):
+class Ovis2_5(Wrapper, LlamaForCausalLM):
     """Qwen3, or another model with Llama's layers, with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    text: ClassVar[str] = "qwen3"
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(_with_text(fields), "qwen3") | {"tower": read_ovis2_5(fields)}
+        return cls.read_text(_with_text(fields)) | {"tower": read_ovis2_5(fields)}
 
 
 class Ovis2_6_MoeForCausalLM(Qwen3MoeForCausalLM):

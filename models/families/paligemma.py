@@ -11,31 +11,9 @@ from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.gemma import GemmaForCausalLM
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
 from jaxengine.models.families.llava import NAMES
+from jaxengine.models.families.wrapped import of_kind
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.paligemma import read_paligemma
-
-# transformers' defaults for fields that a file lacks.
-_SHARED: dict[str, Any] = {
-    "vocab_size": 256000,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-_GEMMA: dict[str, Any] = _SHARED | {
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-}
-_GEMMA2: dict[str, Any] = _SHARED | {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
 
 
 class PaliGemmaForConditionalGeneration(GemmaForCausalLM):
@@ -46,7 +24,7 @@ class PaliGemmaForConditionalGeneration(GemmaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = super().read_hf(_text(fields, "gemma", _GEMMA))
+        shared = super().read_hf(_text(fields, "gemma"))
         return shared | {"tower": read_paligemma(fields, shared["max_position_embeddings"])}
 
 
@@ -60,18 +38,18 @@ class PaliGemma2ForConditionalGeneration(Gemma2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = super().read_hf(_text(fields, "gemma2", _GEMMA2))
+        shared = super().read_hf(_text(fields, "gemma2"))
         windows = [layer.window for layer in shared["attention"] if layer.window is not None]
         return shared | {"tower": read_paligemma(fields, min([shared["max_position_embeddings"], *windows]))}
 
 
-def _text(fields: ConfigFields, kind: str, defaults: dict[str, Any]) -> ConfigFields:
-    """Return the fields of text_config, with defaults and without use_bidirectional_attention, which is always true for
-    prompts here. Raises ModelConfigError if it is false, and for a model_type other than `kind`.
+def _text(fields: ConfigFields, kind: str) -> ConfigFields:
+    """Return the fields of text_config, with its sizes and without use_bidirectional_attention, which is always true
+    for prompts here. Raises ModelConfigError if it is false, and for a model_type other than `kind`.
     """
     text = text_fields(fields)
     if text.text("model_type", kind) != kind:
         raise text.fail("model_type", "gemma or gemma2 in text_config")
     text.require(use_bidirectional_attention=True)
     kept = {name: value for name, value in text.raw.items() if name != "use_bidirectional_attention"}
-    return ConfigFields(kept).with_defaults(**defaults)
+    return of_kind(ConfigFields(kept), kind)

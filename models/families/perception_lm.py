@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.llava import NAMES, LlavaForConditionalGeneration, read_text
+from jaxengine.models.families.llava import NAMES, LlavaForConditionalGeneration
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import TOWER
 from jaxengine.models.vision.perception_encoder import read_perception_encoder
@@ -23,7 +23,7 @@ class PerceptionLMForConditionalGeneration(LlavaForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = read_text(fields)
+        shared = cls.read_text(fields)
         # Unlike in most classes of transformers, that of the file goes before that of text_config.
         tied = fields.boolean("tie_word_embeddings", shared["tie_word_embeddings"])
         return shared | {"tie_word_embeddings": tied, "tower": read_perception_encoder(fields)}

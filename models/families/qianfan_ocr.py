@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.internvl import InternVLForConditionalGeneration
-from jaxengine.models.families.llava import read_text
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.internvl import read_internvl
 from jaxengine.models.vision.llava import TOWER
@@ -17,6 +16,7 @@ _NAMES = InternVLForConditionalGeneration.checkpoint_names
 class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
     """Qwen3 with a vision tower over image tiles; its files have the tensor names of the first InternVL checkpoints."""
 
+    text: ClassVar[str] = "qwen3"
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES._replace(
         prefixes=(
             (f"model.{TOWER}.layers.", f"{TOWER}.encoder.layer."),
@@ -33,4 +33,4 @@ class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         vision = {"attention_bias": True, **(fields.mapping("vision_config") or {})}
         fields = ConfigFields({**fields.with_defaults(tie_word_embeddings=False).raw, "vision_config": vision})
-        return read_text(fields, "qwen3") | {"tower": read_internvl(fields, joined_qkv=True)}
+        return cls.read_text(fields) | {"tower": read_internvl(fields, joined_qkv=True)}

@@ -4,11 +4,13 @@ sounds in the prompt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import read_text
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.qwen2_audio import TOWER, read_qwen2_audio
 from jaxengine.models.sound.voxtral import read_voxtral
@@ -25,9 +27,9 @@ AUDIO_NAMES = CheckpointNames(
     tower=(f"{TOWER}.", f"{PROJECTOR}."),
     flattened=(".conv1.weight", ".conv2.weight"),
 )
+_NONE: Mapping[str, Any] = MappingProxyType({})
 # transformers' defaults of fields of the text part that a file lacks.
 _VOXTRAL: dict[str, Any] = {
-    "model_type": "llama",
     "vocab_size": 131072,
     "hidden_size": 3072,
     "intermediate_size": 8192,
@@ -41,9 +43,10 @@ _VOXTRAL: dict[str, Any] = {
 }
 
 
-def read_sound_text(fields: ConfigFields, defaults: dict[str, Any], tied: bool | None = None) -> dict[str, Any]:
-    """Return keyword arguments of ModelConfig that `read_text` reads from the text part, `text_config`, of a
-    config.json.
+def read_sound_text(
+    model: type[Wrapper], fields: ConfigFields, defaults: Mapping[str, Any] = _NONE, tied: bool | None = None
+) -> dict[str, Any]:
+    """Return keyword arguments of ModelConfig that `model` reads from the text part, `text_config`, of a config.json.
 
     `defaults` are used for fields that the text part lacks. A `rope_theta` among them is not used if the text part has
     `rope_parameters`. tied: tie_word_embeddings, whatever the text part says; None for what it says. Raises
@@ -52,23 +55,25 @@ def read_sound_text(fields: ConfigFields, defaults: dict[str, Any], tied: bool |
     text = fields.mapping("text_config") or {}
     text = text if tied is None else {**text, "tie_word_embeddings": tied}
     given = {name: value for name, value in defaults.items() if name != "rope_theta" or "rope_parameters" not in text}
-    return read_text(ConfigFields({**fields.raw, "text_config": {**given, **text}}))
+    return model.read_text(ConfigFields({**fields.raw, "text_config": {**given, **text}}))
 
 
-class Qwen2AudioForConditionalGeneration(LlamaForCausalLM):
+class Qwen2AudioForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Qwen2 with sounds of up to 30 seconds in the prompt."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    text: ClassVar[str] = "qwen2"
     checkpoint_names: ClassVar[CheckpointNames] = AUDIO_NAMES
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_sound_text(fields, {"model_type": "qwen2"}) | {"tower": read_qwen2_audio(fields)}
+        return read_sound_text(cls, fields) | {"tower": read_qwen2_audio(fields)}
 
 
 class VoxtralForConditionalGeneration(Qwen2AudioForConditionalGeneration):
     """Llama with sounds of any length in the prompt."""
 
+    text: ClassVar[str] = "llama"
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_sound_text(fields, _VOXTRAL) | {"tower": read_voxtral(fields)}
+        return read_sound_text(cls, fields, _VOXTRAL) | {"tower": read_voxtral(fields)}

@@ -28,5 +28,5 @@ class VibeVoiceAsrForConditionalGeneration(Qwen2AudioForConditionalGeneration):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # transformers never ties the head of this model.
-        shared = read_sound_text(fields, {"model_type": "qwen2"}, tied=False)
+        shared = read_sound_text(cls, fields, tied=False)
         return shared | {"tower": read_vibevoice_asr(fields)}

@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import FLATTENED, read_text
+from jaxengine.models.families.llava import FLATTENED
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.video_llama3 import PROJECTOR, TOWER, read_video_llama3
 
 
-class VideoLlama3ForConditionalGeneration(LlamaForCausalLM):
+class VideoLlama3ForConditionalGeneration(Wrapper, LlamaForCausalLM):
     """Qwen2, or another model with Llama's layers, with a vision tower. Embeddings have the positions of tokens."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    text: ClassVar[str] = "qwen2"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("model.language_model.", "model."),
@@ -27,4 +28,4 @@ class VideoLlama3ForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields, "qwen2") | {"tower": read_video_llama3(fields)}
+        return cls.read_text(fields) | {"tower": read_video_llama3(fields)}

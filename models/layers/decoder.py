@@ -28,7 +28,7 @@ from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import NormClass, RMSNorm
 from jaxengine.models.layers.base.rows import Rows
-from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.base.scale import Scaled, scaled
 from jaxengine.models.layers.classify import SCORE, DenseModules, LabelScores
 from jaxengine.models.layers.decoder_step import DecoderStep
 from jaxengine.models.layers.token_results import TokenHeads
@@ -67,7 +67,8 @@ class Decoder(nnx.Module):
             self.embed = self.make_embedding(build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_first and config.tower is not None:
-            self.tower = config.tower.make(config.hidden_size, build.as_named(config.quantization))
+            tower = config.tower.make(config.hidden_size, build.as_named(config.quantization))
+            self.tower = tower if config.tower.multiplier == 1.0 else Scaled(tower, config.tower.multiplier)
         if stage.is_first and config.sound_tower is not None:
             self.sound_tower = config.sound_tower.make(config.hidden_size, build.as_named(config.quantization))
         if stage.is_last:

@@ -47,7 +47,7 @@ class ConformerConfig(TowerConfig):
       channels: of the convolutions before it.
       taps: number of positions that a layer's convolution adds up, odd.
       bias, convolution_bias: whether a layer's products, and its convolutions, have biases.
-      multiplier: factor of the first layer's input.
+      input_multiplier: factor of the first layer's input.
     """
 
     hidden_size: int
@@ -59,7 +59,7 @@ class ConformerConfig(TowerConfig):
     taps: int
     bias: bool
     convolution_bias: bool
-    multiplier: float
+    input_multiplier: float
 
 
 def conformer_fields(audio: ConfigFields, *, bias: bool = True, scales: bool = False) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def conformer_fields(audio: ConfigFields, *, bias: bool = True, scales: bool = F
         "taps": taps,
         "bias": audio.boolean("attention_bias", bias),
         "convolution_bias": audio.boolean("convolution_bias", True),
-        "multiplier": size**0.5 if audio.boolean("scale_input", scales) else 1.0,
+        "input_multiplier": size**0.5 if audio.boolean("scale_input", scales) else 1.0,
     }
 
 
@@ -305,6 +305,6 @@ class FastConformer(nnx.Module):
         config = self.config
         with jax.named_scope("convolutions"):
             x = self.subsampling(patches.reshape(-1, config.unit, config.num_features), lengths)
-            x = scaled(x, config.multiplier)
+            x = scaled(x, config.input_multiplier)
         is_heard = jnp.arange(config.unit // STRIDE) < -(-lengths // STRIDE)[:, None]
         return in_turn(self.layers, x, is_heard)

@@ -21,7 +21,6 @@ from jaxengine.models.config.fields import MAX_BINS, MAX_HEAD_DIM, MAX_HEADS, MA
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.sound.fast_conformer import ConformerLayer
 from jaxengine.models.sound.gemma4 import neighbours, shifted
@@ -74,7 +73,6 @@ class GraniteSpeechConfig(TowerConfig):
       farthest: largest distance of positions that has a key.
       taps: number of positions that a convolution adds up.
       queries: sizes of the Q-Former.
-      multiplier: the text model's factor of embeddings.
       joined: numbers of layers, ascending, after which the hidden states are kept; 0 for those before the first. The
         Q-Former reads them side by side, followed by those of the last layer.
     """
@@ -90,7 +88,6 @@ class GraniteSpeechConfig(TowerConfig):
     farthest: int
     taps: int
     queries: QueryConfig
-    multiplier: float
     joined: tuple[int, ...] = ()
 
     @property
@@ -117,10 +114,9 @@ def _bounded(fields: ConfigFields, name: str, most: int) -> int:
     return found
 
 
-def read_granite_speech(fields: ConfigFields, multiplier: float, *, joins: bool = False) -> GraniteSpeechConfig:
-    """Return the tower's configuration from a config.json. multiplier: factor of embeddings of the text model. joins:
-    whether `cat_hidden_layers` is read. Raises ModelConfigError for wrong fields, and for sizes that do not fit each
-    other or are too large.
+def read_granite_speech(fields: ConfigFields, *, joins: bool = False) -> GraniteSpeechConfig:
+    """Return the tower's configuration from a config.json. joins: whether `cat_hidden_layers` is read. Raises
+    ModelConfigError for wrong fields, and for sizes that do not fit each other or are too large.
     """
     audio = fields.part("encoder_config", **_DEFAULTS)
     size, heads = _bounded(audio, "hidden_dim", MAX_HIDDEN), _bounded(audio, "num_heads", MAX_HEADS)
@@ -156,7 +152,6 @@ def read_granite_speech(fields: ConfigFields, multiplier: float, *, joins: bool 
         farthest=farthest,
         taps=_bounded(audio, "conv_kernel_size", _MOST_TAPS),
         queries=queries,
-        multiplier=multiplier,
         joined=joined,
         adapter="." if fields.boolean("has_lora_adapter", True) else None,
     )
@@ -325,4 +320,4 @@ class GraniteSpeechTower(nnx.Module):
             windows = jnp.where(segment[:, None] >= 0, x, 0).reshape(-1, queries.window, x.shape[1])
             query = self.query[...].reshape(queries.num_queries, queries.hidden_size)
             y = self.qformer(jnp.broadcast_to(query, (len(windows), *query.shape)), windows)
-            return scaled(self.output(y.reshape(-1, y.shape[2])), config.multiplier)
+            return self.output(y.reshape(-1, y.shape[2]))

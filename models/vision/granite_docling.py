@@ -54,13 +54,13 @@ class GraniteDoclingTowerConfig(VitTowerConfig):
       scale_factor: number of patches along a side of the square that becomes one embedding.
       deepstack_layers: ascending indices of the layers whose outputs become further parts of an embedding.
       num_mergers: number of mergers for DeepStack in the checkpoint, of which the first are of these layers.
-      multiplier: factor of the first part of an embedding.
+      first_multiplier: factor of the first part of an embedding.
     """
 
     scale_factor: int
     deepstack_layers: tuple[int, ...]
     num_mergers: int
-    multiplier: float = 1.0
+    first_multiplier: float = 1.0
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def read_granite_docling(fields: ConfigFields, hidden_size: int, multiplier: flo
         scale_factor=factor,
         deepstack_layers=used,
         num_mergers=len(layers),
-        multiplier=multiplier,
+        first_multiplier=multiplier,
     )
 
 
@@ -147,7 +147,7 @@ class GraniteDoclingTower(nnx.Module):
             places = positions_of_squares(self.config.vit.grid // self.config.scale_factor, x.shape[1])
             x = (x.reshape(-1, *places.shape) + places.astype(x.dtype)).reshape(x.shape)
             inner = jax.nn.gelu(self.norm_between(x).astype(jnp.float32), approximate=False)
-            x = scaled(self.norm_out(self.fc2(inner.astype(x.dtype))), self.config.multiplier)
+            x = scaled(self.norm_out(self.fc2(inner.astype(x.dtype))), self.config.first_multiplier)
         with jax.named_scope("deepstack"):
             parts = [merger(self._joined(tap)) for merger, tap in zip(self.mergers, taps, strict=True)]
         return jnp.concatenate([x, *parts], axis=-1)

@@ -12,7 +12,6 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import Source
 from jaxengine.models.vision.qwen2_vl import Qwen2_5VLTower, Qwen2_5VLTowerConfig, read_qwen2_5_vl
 
@@ -25,11 +24,9 @@ class HyperClovaTowerConfig(Qwen2_5VLTowerConfig):
 
     Attributes:
       out_hidden_size: size of the merger's rows, which are then projected.
-      multiplier: factor of all embeddings.
     """
 
     out_hidden_size: int
-    multiplier: float
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return HyperClovaTower(self, hidden_size, build)
@@ -42,11 +39,11 @@ def read_hyperclovax(fields: ConfigFields, multiplier: float) -> HyperClovaTower
     fields = fields.with_defaults(hidden_size=3584)
     size = fields.integer("out_hidden_size", 3584)
     tower = read_qwen2_5_vl(fields, size)
-    return HyperClovaTowerConfig(**vars(tower), out_hidden_size=size, multiplier=multiplier)
+    return HyperClovaTowerConfig(**vars(tower) | {"multiplier": multiplier}, out_hidden_size=size)
 
 
 class HyperClovaTower(Qwen2_5VLTower):
-    """Vision tower of HyperCLOVA X SEED Think 32B: multiplier * projector(Qwen2.5-VL's tower)."""
+    """Vision tower of HyperCLOVA X SEED Think 32B: projector(Qwen2.5-VL's tower)."""
 
     config: HyperClovaTowerConfig
 
@@ -58,4 +55,4 @@ class HyperClovaTower(Qwen2_5VLTower):
     def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
         rows = super().run(x, turns, columns)
         with jax.named_scope("projector"):
-            return scaled(self.projector(rows), self.config.multiplier)
+            return self.projector(rows)

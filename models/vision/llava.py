@@ -15,7 +15,6 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.norm import LayerNorm
-from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.vision.base.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
 from jaxengine.models.vision.base.vit import VitTowerConfig, linear, read_layer_index, vector
 
@@ -42,7 +41,6 @@ class LlavaTowerConfig(VitTowerConfig):
       with_class: whether the class token has a row, the first one of a unit. A unit then has a position after its
         patches, whose features are not read.
       drops_first: whether the row of a unit's first patch is not in the prompt.
-      multiplier: factor of all embeddings.
     """
 
     layers: tuple[int, ...]
@@ -53,7 +51,6 @@ class LlavaTowerConfig(VitTowerConfig):
     num_newlines: int = 0
     with_class: bool = False
     drops_first: bool = False
-    multiplier: float = 1.0
 
     @property
     def lines(self) -> int:
@@ -171,14 +168,14 @@ class LlavaTower(nnx.Module):
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         config = self.config
         if config.with_class:
-            return scaled(self._project(self._with_class(patches)), config.multiplier)
+            return self._project(self._with_class(patches))
         if self.newline is None:
-            return scaled(self._project(self.encoded(patches, columns)), config.multiplier)
+            return self._project(self.encoded(patches, columns))
         units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
         rows = self._project(self.encoded(units.reshape(-1, patches.shape[1]), columns))
         rows = rows.reshape(len(units), config.vit.num_patches, -1)
         ends = jnp.broadcast_to(self.newline[...], (len(units), config.num_newlines, rows.shape[-1]))
-        return scaled(jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1), config.multiplier)
+        return jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1)
 
     def encoded(self, units: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the hidden states [U * N, D of the tower] of the patches of units, f32[U * N, F]. columns: i32[C, P],

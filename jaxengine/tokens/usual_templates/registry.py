@@ -77,4 +77,4 @@ def usual_template(mode: str, architecture: str, has_own: bool) -> UsualTemplate
     """
     if mode in TEMPLATE_MODES:
         return USUAL_TEMPLATES[TEMPLATE_MODES[mode]]
-    return None if has_own else USUAL_TEMPLATES.get(architecture)
+    return None if has_own else USUAL_TEMPLATES.get(architecture.partition("[")[0])

@@ -147,14 +147,8 @@ _CHATGLM, _GLM4V = ("ChatGLMModel", "ChatGLMForConditionalGeneration"), "GLM4VFo
 _BY_KIND = {
     ("ColQwen2ForRetrieval", "qwen2_5_vl"): "ColQwen2_5ForRetrieval",
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
-    ("LlavaNextForConditionalGeneration", "granite"): "GraniteVisionForConditionalGeneration",
     ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
     ("PaliGemmaForConditionalGeneration", "gemma2"): "PaliGemma2ForConditionalGeneration",
-    **{
-        (name, kind): f"InternVL{text}ForConditionalGeneration"
-        for name in ("InternVLForConditionalGeneration", "InternVLChatModel", "InternS1ForConditionalGeneration")
-        for kind, text in (("qwen3_moe", "Qwen3Moe"), ("gpt_oss", "GptOss"), ("internlm2", "InternLM2"))
-    },
 }
 
 

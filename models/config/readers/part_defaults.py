@@ -256,6 +256,22 @@ _SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     ),
     "qwen3_vl_text": ((151936, 4096, 22016, 32, 32, 128000), {}),
 }
+_LLAMA = (32000, 4096, 11008, 32, 32, 2048)
+_GEMMA_IDS = {"bos_token_id": 2, "eos_token_id": 1}
+_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+_QWEN = ((151936, 4096, 22016, 32, 32, 32768), {"max_window_layers": 28})
+# The same of text models under a tower, for fields that are absent after all others have been filled in.
+_TEXTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "cohere": ((256000, 8192, 22528, 40, 64, 8192), {}),
+    "cohere2": ((256000, 8192, 22528, 40, 64, 8192), {}),
+    "gemma": ((256000, 3072, 24576, 28, 16, 8192), _GEMMA_IDS),
+    "gemma2": ((256000, 2304, 9216, 26, 8, 8192), _GEMMA_IDS),
+    "granite": (_LLAMA, {}),
+    "llama": (_LLAMA, _IDS),
+    "mistral": ((), _IDS),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+}
 # model_type -> other names of fields, which count where the field itself is absent.
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "ernie4_5_vl_moe_text": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
@@ -318,6 +334,14 @@ def with_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
     """
     sizes, more = _SIZES.get(str(part.get(_MODEL_TYPE)), ((), {}))
     return {**dict(zip(_COLUMNS, sizes, strict=False)), **more, **part}
+
+
+def with_text_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the configuration of a text model under a tower in which absent fields have the sizes of
+    transformers' class of its `model_type`.
+    """
+    sizes, more = _TEXTS.get(str(text.get(_MODEL_TYPE)), ((), {}))
+    return with_sizes({**dict(zip(_COLUMNS, sizes, strict=False)), **more, **text})
 
 
 def with_usual_names(raw: Mapping[str, Any]) -> dict[str, Any]:

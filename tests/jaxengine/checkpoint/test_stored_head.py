@@ -70,10 +70,9 @@ def test_text_config_goes_before_its_wrapper(name: str):
 
 def test_every_wrapper_is_recorded():
     recorded = {usual_name(hf_architecture(ConfigFields(read_config_json(FOLDER / name)))) for name in WRAPPERS}
-    # Configurations of models that transcribe, and Keye-VL's, are flat, and InternVL's with InternLM 2 has an
-    # llm_config; classes of DeepSeek-OCR and V4.1 have names of text models, and that of Nemotron-H Omni has one of its
-    # own.
-    names = "Whisper", "CohereAsr", "Moonshine", "Keye", "KeyeVL1_5", "InternVLInternLM2"
+    # Configurations of models that transcribe, and Keye-VL's, are flat; classes of DeepSeek-OCR and V4.1 have names of
+    # text models, and that of Nemotron-H Omni has one of its own.
+    names = "Whisper", "CohereAsr", "Moonshine", "Keye", "KeyeVL1_5"
     flat = {f"{name}ForConditionalGeneration" for name in names}
     named = {name for name in MODELS if name.endswith("ForConditionalGeneration")}
     assert recorded == named - flat | {

@@ -36,7 +36,7 @@ def test_names_are_many_and_each_is_there_once():
 def test_a_published_configuration_is_read(name):
     config = ROWS[name].config
     model = read_hf(config)
-    assert model.architecture == model_for_hf(hf_architecture(ConfigFields(config))).__name__
+    assert model.architecture.partition("[")[0] == model_for_hf(hf_architecture(ConfigFields(config))).__name__
 
 
 @pytest.mark.parametrize(

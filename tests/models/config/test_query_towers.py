@@ -26,7 +26,7 @@ def test_defaults():
         32768,
     )
     assert (config.logit_scale, config.residual_multiplier, config.attention[0].scale) == (0.25, 0.263, 0.015625)
-    assert (tower.multiplier, config.tie_word_embeddings, config.eos_token_ids) == (12.0, True, (100257,))
+    assert (tower.first_multiplier, config.tie_word_embeddings, config.eos_token_ids) == (12.0, True, (100257,))
     assert (tower.deepstack_layers, tower.merge, tower.unit, tower.vit.num_layers) == ((3, 7, 10), 16, 1024, 12)
     config = read_hf({key: BLIP2[key] for key in ("architectures", "model_type")})
     tower = config.tower

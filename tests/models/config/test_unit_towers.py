@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.families.llava import TEXTS
 from jaxengine.models.layers.base.activations import ACTIVATIONS
-from jaxengine.models.registry import read_hf
+from jaxengine.models.model_classes import MODELS
+from jaxengine.models.registry import model_for_hf, read_hf
 from scripts.model_names import read_names
 from tests.models.config.published import GEMMA3_VISION
 from tests.models.config.test_published_towers import QWEN2_VL
@@ -184,17 +183,51 @@ def test_published(raw, unit, rows, features, layers):
     assert config.tower.attends_both_ways == (raw is GEMMA3_VISION)
 
 
-@pytest.mark.parametrize("kind", TEXTS)
+# Types of texts -> families, the first ones with Llama's layers.
+LIKE_LLAMA = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "ernie4_5": "Ernie4_5",
+    "seed_oss": "SeedOss",
+    "smollm3": "SmolLM3",
+}
+TEXTS = LIKE_LLAMA | {
+    "gemma": "Gemma",
+    "phi3": "Phi3",
+    "cohere2": "Cohere2",
+    "olmo2": "Olmo2",
+    "stablelm": "StableLm",
+    "glm4": "Glm4",
+    "nemotron": "Nemotron",
+    "starcoder2": "Starcoder2",
+}
+
+
+@each_row("kind", TEXTS)
 def test_texts_of_llava(kind):
-    """They are read as alone, by families with Llama's layers and names of tensors."""
-    family, _ = TEXTS[kind]
-    made = [name for name in dir(LlamaForCausalLM) if name.startswith("make_")]
-    assert made and all(getattr(family, name) is getattr(LlamaForCausalLM, name) for name in made)
-    assert family.checkpoint_names == LlamaForCausalLM.checkpoint_names
-    fields = {"sliding_window": None, "head_dim": 64, "bos_token_id": 3, "eos_token_id": 5}
-    text = LLAVA_SIGLIP["text_config"] | {"model_type": kind} | fields
+    """They are read as alone, by any family of decoders, whose layers and names of tensors they have."""
+    fields = {"sliding_window": None, "head_dim": 64, "bos_token_id": 3, "eos_token_id": 5, "hidden_act": "silu"}
+    text, family = LLAVA_SIGLIP["text_config"] | {"model_type": kind} | fields, MODELS[f"{TEXTS[kind]}ForCausalLM"]
     seen, alone = read_hf(LLAVA | {"text_config": text}), read_hf(text | {"architectures": [family.__name__]})
     assert replace(seen, tower=None, architecture=family.__name__) == alone
+    model: Any = model_for_hf(seen.architecture)
+    assert model.make_layer is family.make_layer and model.gguf_architecture is None
+    assert (seen.architecture == "LlavaForConditionalGeneration") == (kind in LIKE_LLAMA)
+    assert model.checkpoint_names.renamed("language_model.model.layers.0.mlp.x") == "model.layers.0.mlp.x"
+
+
+def test_embeddings_of_images_are_multiplied_as_those_of_tokens():
+    """By Granite in any case, by Gemma where transformers 4 wrote the file."""
+    for kind, version, factor in (
+        ("gemma", "4.39.0", 32.0),
+        ("gemma", "5.24.0", 1.0),
+        ("granite", "5.24.0", 3.0),
+    ):
+        text = LLAVA_SIGLIP["text_config"] | {"model_type": kind, "head_dim": 64, "embedding_multiplier": 3.0}
+        raw = LLAVA | {"text_config": text, "transformers_version": version}
+        assert read_hf(raw).tower.multiplier == factor, (kind, version)
 
 
 def test_towers_of_internvl_without_positions():
@@ -326,7 +359,10 @@ def encoder(**sizes: Any) -> dict[str, Any]:
         (LLAVA | {"vision_feature_layer": -26}, "vision_feature_layer must be an integer from -25 to 24, got -26"),
         (LLAVA | {"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy must be default or full"),
         (LLAVA_NEXT | {"vision_feature_select_strategy": "full"}, "strategy must be 'default' for a clip_vision_model"),
-        (LLAVA | {"text_config": {"model_type": "opt"}}, "model_type must be one of llama, mistral, qwen2, qwen3"),
+        (
+            LLAVA | {"text_config": {"model_type": "t5"}},
+            "model_type must be that of a decoder (...ForCausalLM) in docs/models.md, got",
+        ),
         (SMOLVLM | {"scale_factor": 5}, "scale_factor must be such that it divides the 32 patches"),
         (INTERNVL | {"downsample_ratio": 0.3}, "downsample_ratio must be one divided by an integer, got 0.3"),
         (INTERNVL | {"downsample_ratio": 1e-310}, "downsample_ratio must be one divided by an integer, got 1e-310"),
@@ -338,11 +374,11 @@ def encoder(**sizes: Any) -> dict[str, Any]:
         (AYA | {"downsample_factor": 3}, "downsample_factor must be such that it divides the 26 patches"),
         (AYA | {"alignment_intermediate_size": 5}, "alignment_intermediate_size must be an even number, got 5"),
         (AYA | {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy must be"),
-        (AYA | {"text_config": {"model_type": "llama"}}, "model_type must be one of cohere, cohere2 in text_config"),
-        *(
-            (with_text(raw, model_type="llama"), f"model_type must be {kinds}")
-            for raw, kinds in ((COMMAND_A, "one of cohere, cohere2 in"), (PALIGEMMA, "gemma or gemma2 in"))
+        (
+            AYA | {"text_config": {"model_type": "coherent"}},
+            "(...ForCausalLM) in docs/models.md, the nearest are cohere, ",
         ),
+        (with_text(PALIGEMMA, model_type="llama"), "model_type must be gemma or gemma2 in"),
         (changed(PALIGEMMA, model_type="clip_vision_model"), "vision_config.model_type must be siglip_vision_model"),
         (
             PALIGEMMA | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},

@@ -207,7 +207,7 @@ def test_internvl_with_internlm2_as_it_was_published(tmp_path):
     save_file(seen | heard, tmp_path / "both.safetensors")
     (tmp_path / "both.safetensors").rename(tmp_path / "model.safetensors")
     config = read_hf(raw | {"llm_config": read_config_json(checkpoint("internlm2"))})
-    assert config.architecture == "InternVLInternLM2ForConditionalGeneration"
+    assert config.architecture == "InternVLForConditionalGeneration[InternLM2ForCausalLM]"
     model, source = build_model(config, Build("float32")), SafetensorsCheckpoint(tmp_path)
     nnx.update(model, load_params(model, source))
     source.close()

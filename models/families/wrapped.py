@@ -1,0 +1,134 @@
+"""Models with a tower whose text model is any decoder of jaxengine.models.model_classes, as in transformers, where
+their classes take what AutoModel takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.class_defaults import with_class_defaults
+from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.part_defaults import with_text_sizes
+from jaxengine.models.params.source import MODEL, CheckpointNames
+
+# Beginnings of the types whose embedding_multiplier also applies to what towers give.
+_MULTIPLIED = ("granite", "hyperclovax", "afmoe", "recurrent_gemma")
+# What classes with the same layers may define differently.
+_READING = ("read_hf", "read_gguf", "gguf_architecture")
+
+
+class Wrapper:
+    """Mixin of the class of a model with a tower, before the class with the layers of its usual text model.
+
+    Attributes:
+      text: model_type of a text part that names none.
+      family: class that reads the text part and has its layers.
+    """
+
+    text: ClassVar[str] = "llama"
+    family: ClassVar[Any]
+    gguf_architecture: ClassVar[str | None] = None  # GGUF files are those of the text part
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        if "family" not in vars(cls):
+            cls.family = next(each for each in cls.__mro__ if not issubclass(each, Wrapper))
+
+    @classmethod
+    def text_kind(cls, fields: ConfigFields) -> str:
+        """Return the model_type of the text part of a config.json. Raises ModelConfigError for wrong fields."""
+        part = fields.mapping("text_config") or fields.mapping("llm_config") or {}
+        return ConfigFields(part).text("model_type", cls.text)
+
+    @classmethod
+    def read_text(cls, fields: ConfigFields) -> dict[str, Any]:
+        """Return arguments of ModelConfig from text_config. Raises ModelConfigError for wrong fields."""
+        text = text_fields(fields)
+        return cls.family.read_hf(of_kind(text, text.text("model_type", cls.text)))
+
+
+@cache
+def over_text(wrapper: Any, family: Any) -> Any:
+    """Return the class of the models of `wrapper`, a Wrapper, whose text part is read by `family` and has its layers,
+    called Wrapper[Family]; by the wrapper's own name if its layers serve.
+    """
+    inner = type(wrapper.__name__, (wrapper,), {"family": family, "__module__": wrapper.__module__})
+
+    def read_hf(cls: Any, fields: ConfigFields) -> dict[str, Any]:
+        shape = inner.read_hf(fields)
+        if shape.get("layer_input_size") or shape.get("ngrams"):
+            raise fields.fail("text_config", "that of a decoder whose layers do not read token ids")
+        factor, form = _multiplier(wrapper.text_kind(fields), fields, shape), shape.get("declared")
+        if form is not None and form.head_bias and not _is_old(fields):  # transformers 5 has heads without
+            shape |= {"declared": replace(form, head_bias=False)}
+        return shape | {"tower": replace(shape["tower"], multiplier=factor)}
+
+    members = {"read_hf": classmethod(read_hf), "__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
+    if _same_layers(wrapper.family, family):
+        return type(wrapper.__name__, (wrapper,), members)
+    members["checkpoint_names"] = _joined(wrapper.checkpoint_names, family.checkpoint_names)
+    members["gguf_architecture"] = None
+    return type(f"{wrapper.__name__}[{family.__name__}]", (family,), members)
+
+
+def of_kind(text: ConfigFields, kind: str) -> ConfigFields:
+    """Return the fields of a text part as one with the model_type `kind`, with the sizes that it lacks."""
+    return ConfigFields(with_class_defaults(with_text_sizes({**text.raw, "model_type": kind})))
+
+
+def _multiplier(kind: str, fields: ConfigFields, shape: Mapping[str, Any]) -> float:
+    """Return the factor of a tower's embeddings for a text model of type `kind`. For Gemma and Gemma 2 it is the root
+    of the hidden size if transformers 4 wrote the file: its classes multiplied all embeddings, those of transformers 5
+    only multiply those of tokens.
+    """
+    if kind in ("gemma", "gemma2") and _is_old(fields):
+        return shape["hidden_size"] ** 0.5
+    return shape.get("embedding_multiplier", 1.0) if kind.startswith(_MULTIPLIED) else 1.0
+
+
+def _is_old(fields: ConfigFields) -> bool:
+    """Return whether transformers 4 wrote a config.json."""
+    return str(fields.value("transformers_version", "")).startswith("4.")
+
+
+def _same_layers(one: Any, other: Any) -> bool:
+    """Return whether two families differ in nothing but the reading of configurations."""
+    names = {name for family in (one, other) for each in family.__mro__ for name in vars(each)}
+    return all(
+        inspect.getattr_static(one, name, None) is inspect.getattr_static(other, name, None)
+        for name in names.difference(_READING)
+        if not name.startswith("_") or name in ("__init__", "__call__")
+    )
+
+
+def _joined(outer: CheckpointNames, text: CheckpointNames) -> CheckpointNames:
+    """Return the names of a wrapper's checkpoints from those of its own and of its text family. `outer` says where the
+    text model is, by what MODEL replaces: "x.model." if its head is in "x.", others without their head.
+    """
+    starts = [old for old, new in outer.prefixes if new == MODEL]
+    # transformers 5 writes the model inside of "x." as "x.model.", whatever its own class calls it.
+    pairs = [(start, base) for start in starts for base in (text.base, "")]
+    pairs += [(start.removesuffix(MODEL), "") for start in starts if start.endswith(f".{MODEL}")]
+    prefixes = [
+        (start + old.removeprefix(base), new)
+        for start, base in pairs
+        for old, new in text.prefixes
+        if old.startswith(base)
+    ]
+    merged = CheckpointNames(*map(_merged, outer, text))
+    towers = outer.parts if outer.tower_parts is None else outer.tower_parts
+    return merged._replace(
+        prefixes=(*prefixes, *outer.prefixes), parts=text.parts, tower_parts=towers, unused=outer.unused
+    )
+
+
+def _merged(outer: Any, text: Any) -> Any:
+    """Return one field of two CheckpointNames together; that of the text family if it is no collection."""
+    if isinstance(outer, Mapping):
+        return {**outer, **text}
+    return outer + text if type(outer) is type(text) is tuple else text
