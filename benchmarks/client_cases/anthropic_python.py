@@ -17,7 +17,8 @@ async def chat():
     assert answer.content[0].text and answer.stop_reason in ("end_turn", "max_tokens")
     counted = await client.messages.count_tokens(model=MODEL, messages=HI, system="Be brief.")
     usage = answer.usage
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    cached = usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+    assert counted.input_tokens == usage.input_tokens + cached
     try:
         await anthropic.AsyncAnthropic(base_url=BASE, api_key="wrong", max_retries=0).messages.create(**ASK)
         raise AssertionError("a wrong key is let in")

@@ -20,15 +20,14 @@ _POLL_SECONDS = 0.01
 async def load_adapter(
     utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None, *, in_place: bool = False
 ) -> None:
-    """Load an adapter from a path on the engine's machine, and return when it is loaded. Its files are read on a thread
-    of the engine's process.
+    """Load an adapter from a path on the engine's machine, on a thread of its process, and return when it is loaded; at
+    once if one with this name, path and number is.
 
-    Returns at once if an adapter with this name, path and number is loaded. utility: `EngineClient.utility`. number:
-    the adapter's lora_int_id; None for an unused one, in which case it is an error if the name is already loaded.
-    in_place: replace the adapter that has this name, if there is one, whose number must be `number` or None; its
-    running requests continue with the old matrices. Raises RequestError, with nothing changed, for a name or number
-    that is not allowed or that another adapter has, for files that cannot be used, without enable_lora, and if too many
-    adapters are loaded or being loaded; EngineDeadError.
+    utility: `EngineClient.utility`. number: the adapter's lora_int_id; None for an unused one, and then a loaded name
+    is an error. in_place: replace the adapter that has this name, if there is one, whose number `number` must be unless
+    None; its running requests continue with the old matrices. Raises RequestError, with nothing changed, for a name or
+    number that is not allowed or that another adapter has, for files that cannot be used, without enable_lora, and if
+    too many adapters are loaded or being loaded; EngineDeadError.
     """
     ticket = await utility("load_adapter", name, path, number, in_place)
     while ticket and not await utility("adapter_is_loaded", ticket):
@@ -40,8 +39,7 @@ def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoR
     `request` is None.
 
     lock: guards `core`; files are read without holding it. Raises ModelFileError for files that cannot be used, and
-    RequestError for a name or number that is not allowed or that another adapter has, without enable_lora, and if too
-    many adapters are loaded; in each case with nothing changed.
+    RequestError as `load_adapter` does; in each case with nothing changed.
     """
     if request is None:
         return None

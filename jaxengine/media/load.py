@@ -96,11 +96,9 @@ class MediaLoader:
             _cancel(futures)
 
     def _check_room(self, owner: str | None, count: int) -> None:
-        """Raise OverloadedError if `count` more parts of a client may not wait.
-
-        They may not in two cases: the client has waiting parts and would exceed its share; or others have waiting
-        parts, and all clients together, each counted with at most its share, would exceed _MAX_WAITING. owner: the
-        client; None for all requests without one.
+        """Raise OverloadedError if `count` more parts of a client may not wait: it has some and would exceed its share,
+        or others have some, and all, each counted with at most its share, would exceed _MAX_WAITING. owner: the client;
+        None for all requests without one.
         """
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:
@@ -132,10 +130,8 @@ class MediaLoader:
         ]
 
     def _fetch(self, part: MediaPart, budget: _Budget) -> Any:
-        """Fetch the address of a part, have a decoder thread decode the content, wait for it and return the item.
-        budget: budget of the prompt.
-
-        Raises RequestError, which names the part, for media that cannot be used.
+        """Fetch the address of a part, have a decoder thread decode the content, and return the item. budget: of the
+        prompt. Raises RequestError, which names the part, for media that cannot be used.
         """
         try:
             data = fetch(part.source, self._options)

@@ -364,11 +364,6 @@ class SamplingParams(SamplingFields):
         object.__setattr__(self, name, value)
 
     @property
-    def _captures(self) -> bool:
-        """Whether the request returns hidden states or activations."""
-        return self.return_hidden_states or bool(self.capture)
-
-    @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always chosen: a temperature below 1e-5."""
         return self.temperature < limits.GREEDY_BELOW
@@ -411,7 +406,8 @@ class SamplingParams(SamplingFields):
             assert isinstance(self.thinking_words, ThinkingWords)
             grammar = limited(grammar, self.thinking_token_budget, self.thinking_words, encode)
         more["reads_prompt"] = bool(self.skip_reading_prefix_cache)
-        more |= captured_fields(self.return_hidden_states, self.capture) if self._captures else {}
+        if self.return_hidden_states or self.capture:
+            more |= captured_fields(self.return_hidden_states, self.capture)
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logprobs=0 if self.num_logprobs is None and self.return_sampling_mask else self.num_logprobs,
@@ -426,6 +422,11 @@ class SamplingParams(SamplingFields):
             grammar=grammar,
             **more,
         )
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Return parameters in which a field given as None, except max_tokens, has its default. Raises RequestError."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
         """Return an unchecked copy; logit_bias and extra_args are copied too, but not values within extra_args."""

@@ -202,6 +202,8 @@ def test_values_are_normalised():
     assert params.allowed_token_ids == (0, 1, 2) and params.logit_bias == {4: 1.0}
     empty = SamplingParams(stop=None, stop_token_ids=None, bad_words=None)  # pyright: ignore[reportArgumentType]
     assert (empty.stop, empty.stop_token_ids, empty.bad_words) == ((), (), ())
+    given = {"temperature": None, "n": None, "top_p": 0.5, "max_tokens": None}
+    assert SamplingParams.from_optional(**given) == SamplingParams(top_p=0.5, max_tokens=None)
 
 
 def test_tokens_with_logprobs_by_id():

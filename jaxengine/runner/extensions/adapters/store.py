@@ -267,11 +267,8 @@ class AdapterStore:
     def begin_load(self, name: str, path: str, number: int | None = None, in_place: bool = False) -> int:
         """Start to read an adapter on the store's thread; return the ticket for `is_loaded`, 0 if it is loaded already.
 
-        number: its lora_int_id; None for a free one, and an adapter of that name that is loaded already is then an
-        error. in_place: the adapter that has the name, if any, loses it once the new one is read, and the new one takes
-        over its number, which a `number` must equal. Raises RequestError for a name or number that `known` refuses,
-        and if _MAX_LOADS adapters are being read. Loads that are done and were not asked for are dropped when that
-        number is reached.
+        number, in_place: see jaxengine.api.adapters.load_adapter. Raises RequestError for a name or number that `known`
+        refuses, and if _MAX_LOADS adapters are being read; then, loads that are done are dropped first.
         """
         if in_place and name in self._named:
             number = self._named[name].number if number is None else number
