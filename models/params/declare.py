@@ -15,7 +15,8 @@ from flax import nnx
 
 from jaxengine.sharding.layout import MeshLayout
 
-_TOWER_LAYERS = (("tower", "layers"), ("sound_tower", "layers"))
+# Where the layers of towers are; one whose embeddings are multiplied is the inside of a Scaled.
+_TOWER_LAYERS = (("tower", "layers"), ("tower", "inner", "layers"), ("sound_tower", "layers"))
 
 
 class Source(NamedTuple):
@@ -200,8 +201,7 @@ def declared_params(model: Any) -> Iterator[DeclaredParam]:
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]
         layer = model.stage.layers[path[1]] if path[0] == "layers" else None
-        number: Any = (
-            path[2] if path[:2] in _TOWER_LAYERS else None if layer is None else model.config.stored_layer(layer)
-        )
+        of_tower = [path[len(place)] for place in _TOWER_LAYERS if path[: len(place)] == place]
+        number: Any = of_tower[0] if of_tower else None if layer is None else model.config.stored_layer(layer)
         sources = tuple(source._replace(name=numbered(source.name, number)) for source in decl.sources)
         yield DeclaredParam(path, param, replace(decl, sources=sources), layer)
