@@ -219,7 +219,6 @@ _MODULES = {
     "RForConditionalGeneration": "normed_onevision",
     "BeeForConditionalGeneration": "normed_onevision",
     "PaliGemmaForConditionalGeneration": "paligemma",
-    "PaliGemma2ForConditionalGeneration": "paligemma",
     "Ovis2ForConditionalGeneration": "ovis2",
     "Ovis": "ovis2",
     "Ovis2_5": "ovis2_5",

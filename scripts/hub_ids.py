@@ -102,8 +102,12 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
-    "PaliGemmaForConditionalGeneration": ("google/paligemma-3b-pt-224", "google/paligemma-3b-mix-224"),
-    "PaliGemma2ForConditionalGeneration": ("google/paligemma2-3b-mix-224", "google/paligemma2-10b-mix-224"),
+    "PaliGemmaForConditionalGeneration": (
+        "google/paligemma-3b-pt-224",
+        "google/paligemma-3b-mix-224",
+        "google/paligemma2-3b-mix-224",
+        "google/paligemma2-10b-mix-224",
+    ),
     "AyaVisionForConditionalGeneration": ("CohereLabs/aya-vision-8b",),
     "Cohere2VisionForConditionalGeneration": ("CohereLabs/command-a-vision-07-2025",),
     "InternVLForConditionalGeneration": (

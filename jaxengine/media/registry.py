@@ -28,7 +28,6 @@ PROCESSORS = {
     "RForConditionalGeneration": "llava_onevision:OnevisionImagesProcessor",
     "BeeForConditionalGeneration": "llava_onevision:OnevisionImagesProcessor",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemmaProcessor",
-    "PaliGemma2ForConditionalGeneration": "paligemma:PaliGemmaProcessor",
     "Ovis2ForConditionalGeneration": "ovis2:Ovis2Processor",
     "Ovis": "ovis:OvisProcessor",
     "Ovis2_5": "ovis2_5:Ovis2_5Processor",

@@ -28,10 +28,12 @@ class Wrapper:
     Attributes:
       text: model_type of a text part that names none.
       family: class that reads the text part and has its layers.
+      multiplies: whether its embeddings are multiplied as the text model's are.
     """
 
     text: ClassVar[str] = "llama"
     family: ClassVar[Any]
+    multiplies: ClassVar[bool] = True
     gguf_architecture: ClassVar[str | None] = None  # GGUF files are those of the text part
 
     def __init_subclass__(cls, **options: Any):
@@ -66,7 +68,9 @@ def over_text(wrapper: Any, family: Any) -> Any:
         factor, form = _multiplier(wrapper.text_kind(fields), fields, shape), shape.get("declared")
         if form is not None and form.head_bias and not _is_old(fields):  # transformers 5 has heads without
             shape |= {"declared": replace(form, head_bias=False)}
-        return shape | {"tower": replace(shape["tower"], multiplier=factor)}
+        if wrapper.multiplies and "tower" in shape:
+            shape |= {"tower": replace(shape["tower"], multiplier=factor)}
+        return shape
 
     members = {"read_hf": classmethod(read_hf), "__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
     if _same_layers(wrapper.family, family):
