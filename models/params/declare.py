@@ -200,8 +200,8 @@ def declared_params(model: Any) -> Iterator[DeclaredParam]:
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]
         layer = model.stage.layers[path[1]] if path[0] == "layers" else None
-        number: Any = (
-            path[2] if path[:2] in _TOWER_LAYERS else None if layer is None else model.config.stored_layer(layer)
-        )
+        number: Any = None if layer is None else model.config.stored_layer(layer)
+        inner = (path[0], *path[2:]) if path[1:2] == ("inner",) else path  # of jaxengine.models.layers.base.scale
+        number = inner[2] if inner[:2] in _TOWER_LAYERS else number
         sources = tuple(source._replace(name=numbered(source.name, number)) for source in decl.sources)
         yield DeclaredParam(path, param, replace(decl, sources=sources), layer)
