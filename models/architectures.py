@@ -131,6 +131,7 @@ _OTHER_NAMES = {
     "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
     "Ovis2_6ForCausalLM": "Ovis2_5",
+    "Ovis2_6_MoeForCausalLM": "Ovis2_5",
     "Phi4MMForCausalLM": "Phi4MultimodalForCausalLM",
     "SkyworkR1VChatModel": "InternVLForConditionalGeneration",
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",

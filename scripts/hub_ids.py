@@ -102,8 +102,12 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
-    "PaliGemmaForConditionalGeneration": ("google/paligemma-3b-pt-224", "google/paligemma-3b-mix-224"),
-    "PaliGemma2ForConditionalGeneration": ("google/paligemma2-3b-mix-224", "google/paligemma2-10b-mix-224"),
+    "PaliGemmaForConditionalGeneration": (
+        "google/paligemma-3b-pt-224",
+        "google/paligemma-3b-mix-224",
+        "google/paligemma2-3b-mix-224",
+        "google/paligemma2-10b-mix-224",
+    ),
     "AyaVisionForConditionalGeneration": ("CohereLabs/aya-vision-8b",),
     "Cohere2VisionForConditionalGeneration": ("CohereLabs/command-a-vision-07-2025",),
     "InternVLForConditionalGeneration": (
@@ -234,8 +238,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Granite4VisionForConditionalGeneration": ("ibm-granite/granite-vision-4.1-4b",),
     "Ovis2ForConditionalGeneration": ("thisisiron/Ovis2-1B-hf", "thisisiron/Ovis2-2B-hf"),
     "Ovis": ("AIDC-AI/Ovis2-1B", "AIDC-AI/Ovis2-8B", "AIDC-AI/Ovis2-34B"),
-    "Ovis2_5": ("AIDC-AI/Ovis2.5-2B", "AIDC-AI/Ovis2.5-9B"),
-    "Ovis2_6_MoeForCausalLM": ("AIDC-AI/Ovis2.6-30B-A3B",),
+    "Ovis2_5": ("AIDC-AI/Ovis2.5-2B", "AIDC-AI/Ovis2.5-9B", "AIDC-AI/Ovis2.6-30B-A3B"),
     "H2OVLChatModel": ("h2oai/h2ovl-mississippi-800m", "h2oai/h2ovl-mississippi-2b"),
     "NVLM_D": ("nvidia/NVLM-D-72B",),
     "Eagle2_5_VLForConditionalGeneration": (

@@ -216,7 +216,7 @@ videos](media.md#processing), unless its row says that it is served as text or t
 GOT-OCR, Janus, VideoLLaMA 3, LightOnOCR, Qwen2-Audio, Voxtral, Audio Flamingo, Granite Speech and others whose class in
 transformers takes any text model take any decoder of this table, by `model_type` in `text_config`. The class is then
 shown with that of the text, as `LlavaForConditionalGeneration[GemmaForCausalLM]`. Logits are scaled and capped as
-without the tower, as by transformers 4 and vLLM; transformers 5 leaves that out, except Aya Vision's.
+without the tower, as by transformers 4 and vLLM; transformers 5 leaves that out, and so does Aya Vision here.
 
 **Sparse attention** of DeepSeek-V3.2 and GLM-5 ([How it works](architecture.md#the-kv-pool-and-attention)) reads the
 keys that its indexer selects, and MiniMax M3's the blocks of keys, in [kernels](kernels.md) on TPUs and on NVIDIA cards

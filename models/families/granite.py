@@ -19,17 +19,6 @@ from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-# transformers' defaults for fields that the text part of a model with a tower lacks.
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-}
-
 
 class ScaledResidualLayer(LlamaLayer):
     """Layer that computes x + r * attention(norm(x)), then x + r * mlp(norm(x)), where r is the configuration's

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
-from jaxengine.models.families.granite import DEFAULTS, GraniteForCausalLM
+from jaxengine.models.families.granite import GraniteForCausalLM
 from jaxengine.models.families.llava import FLATTENED, NAMES
+from jaxengine.models.families.wrapped import of_kind
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.granite4_vision import LAYERWISE, SPATIAL, read_granite4_vision
 
@@ -26,8 +27,8 @@ class Granite4VisionForConditionalGeneration(GraniteForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields).with_defaults(**DEFAULTS)
+        text = text_fields(fields)
         if text.text("model_type", "granite") not in ("granite", "granite4_vision_text"):
             raise text.fail("model_type", "granite or granite4_vision_text in text_config")
-        shared = super().read_hf(text)
+        shared = super().read_hf(of_kind(text, "granite"))
         return shared | {"tower": read_granite4_vision(fields, len(shared["attention"]))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
@@ -43,4 +44,5 @@ class HyperCLOVAXVisionV2ForConditionalGeneration(DeclaredForCausalLM):
             raise fields.fail("vision_config", "a mapping")
         fields.require(mm_projector_type="linear")
         shared = super().read_hf(text)
-        return shared | {"tower": read_hyperclovax(ConfigFields(vision), shared["embedding_multiplier"])}
+        tower = read_hyperclovax(ConfigFields(vision))
+        return shared | {"tower": replace(tower, multiplier=shared["embedding_multiplier"])}

@@ -9,17 +9,12 @@ from typing import Any, ClassVar
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import require_rope, text_fields
-from jaxengine.models.families.declared import declared_class
-from jaxengine.models.families.declared_experts import EXPERT_ROWS
+from jaxengine.models.config.readers.hf import require_rope
 from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.mistral import MistralForCausalLM
-from jaxengine.models.families.wrapped import of_kind
+from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
-
-_MISTRAL4 = "Mistral4ForCausalLM"
-_Mistral4: Any = declared_class(_MISTRAL4, EXPERT_ROWS[_MISTRAL4])
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):
@@ -50,9 +45,10 @@ class Ministral3ForCausalLM(MistralForCausalLM):
         return gated_fields(fields, windows=window, head_dim=128, temperature=temperature)
 
 
-class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """Mistral or Ministral 3 with Pixtral's vision tower."""
+class Mistral3ForConditionalGeneration(Wrapper, Ministral3ForCausalLM):
+    """Mistral, Ministral 3, Mistral 4 or another text model with Pixtral's vision tower."""
 
+    text: ClassVar[str] = "mistral"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("language_model.model.", "model."),
@@ -67,23 +63,5 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields)
-        kind = text.text("model_type", "mistral")
-        if kind not in ("mistral", "ministral3"):
-            raise text.fail("model_type", "mistral, ministral3 or mistral4 in text_config")
-        # transformers 4.50 left out what its class of the text has by default
-        shared = super().read_hf(text) if kind == "ministral3" else MistralForCausalLM.read_hf(of_kind(text, kind))
-        return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}
-
-
-class Mistral4ForConditionalGeneration(_Mistral4):
-    """Mistral 4 with Pixtral's vision tower. It is the class for a Mistral3ForConditionalGeneration with such a text
-    model.
-    """
-
-    checkpoint_names: ClassVar[CheckpointNames] = Mistral3ForConditionalGeneration.checkpoint_names
-
-    @classmethod
-    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = super().read_hf(text_fields(fields))
+        shared = cls.read_text(fields)
         return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}

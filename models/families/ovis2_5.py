@@ -7,10 +7,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.llava import FLATTENED
-from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.families.wrapped import Wrapper
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.llava import TOWER
@@ -36,7 +34,7 @@ def _with_text(fields: ConfigFields) -> ConfigFields:
 
 
 class Ovis2_5(Wrapper, LlamaForCausalLM):
-    """Qwen3, or another model with Llama's layers, with a vision tower."""
+    """Qwen3, Qwen3-MoE or another text model with a vision tower."""
 
     text: ClassVar[str] = "qwen3"
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES
@@ -44,18 +42,3 @@ class Ovis2_5(Wrapper, LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return cls.read_text(_with_text(fields)) | {"tower": read_ovis2_5(fields)}
-
-
-class Ovis2_6_MoeForCausalLM(Qwen3MoeForCausalLM):
-    """Qwen3-MoE with a vision tower."""
-
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    checkpoint_names: ClassVar[CheckpointNames] = Qwen3MoeForCausalLM.checkpoint_names._replace(
-        prefixes=_NAMES.prefixes,
-        tower=_NAMES.tower,
-        flattened=(*Qwen3MoeForCausalLM.checkpoint_names.flattened, *_NAMES.flattened),
-    )
-
-    @classmethod
-    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(text_fields(_with_text(fields))) | {"tower": read_ovis2_5(fields)}

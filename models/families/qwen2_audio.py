@@ -4,8 +4,6 @@ sounds in the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
@@ -27,7 +25,6 @@ AUDIO_NAMES = CheckpointNames(
     tower=(f"{TOWER}.", f"{PROJECTOR}."),
     flattened=(".conv1.weight", ".conv2.weight"),
 )
-_NONE: Mapping[str, Any] = MappingProxyType({})
 # transformers' defaults of fields of the text part that a file lacks.
 _VOXTRAL: dict[str, Any] = {
     "vocab_size": 131072,
@@ -44,7 +41,7 @@ _VOXTRAL: dict[str, Any] = {
 
 
 def read_sound_text(
-    model: type[Wrapper], fields: ConfigFields, defaults: Mapping[str, Any] = _NONE, tied: bool | None = None
+    model: type[Wrapper], fields: ConfigFields, defaults: dict[str, Any] | None = None, tied: bool | None = None
 ) -> dict[str, Any]:
     """Return keyword arguments of ModelConfig that `model` reads from the text part, `text_config`, of a config.json.
 
@@ -54,7 +51,9 @@ def read_sound_text(
     """
     text = fields.mapping("text_config") or {}
     text = text if tied is None else {**text, "tie_word_embeddings": tied}
-    given = {name: value for name, value in defaults.items() if name != "rope_theta" or "rope_parameters" not in text}
+    given = {
+        name: value for name, value in (defaults or {}).items() if name != "rope_theta" or "rope_parameters" not in text
+    }
     return model.read_text(ConfigFields({**fields.raw, "text_config": {**given, **text}}))
 
 

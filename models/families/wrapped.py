@@ -28,10 +28,12 @@ class Wrapper:
     Attributes:
       text: model_type of a text part that names none.
       family: class that reads the text part and has its layers.
+      multiplies: whether its embeddings are multiplied as the text model's are.
     """
 
     text: ClassVar[str] = "llama"
     family: ClassVar[Any]
+    multiplies: ClassVar[bool] = True
     gguf_architecture: ClassVar[str | None] = None  # GGUF files are those of the text part
 
     def __init_subclass__(cls, **options: Any):
@@ -54,8 +56,8 @@ class Wrapper:
 
 @cache
 def over_text(wrapper: Any, family: Any) -> Any:
-    """Return the class of the models of `wrapper`, a Wrapper, whose text part is read by `family` and has its layers,
-    called Wrapper[Family]; by the wrapper's own name if its layers serve.
+    """Return the class of a Wrapper's models whose text part `family` reads, with its layers: Wrapper[Family], or by
+    the wrapper's own name if its layers serve.
     """
     inner = type(wrapper.__name__, (wrapper,), {"family": family, "__module__": wrapper.__module__})
 
@@ -66,7 +68,9 @@ def over_text(wrapper: Any, family: Any) -> Any:
         factor, form = _multiplier(wrapper.text_kind(fields), fields, shape), shape.get("declared")
         if form is not None and form.head_bias and not _is_old(fields):  # transformers 5 has heads without
             shape |= {"declared": replace(form, head_bias=False)}
-        return shape | {"tower": replace(shape["tower"], multiplier=factor)}
+        if wrapper.multiplies and "tower" in shape:
+            shape |= {"tower": replace(shape["tower"], multiplier=factor)}
+        return shape
 
     members = {"read_hf": classmethod(read_hf), "__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
     if _same_layers(wrapper.family, family):
@@ -82,9 +86,8 @@ def of_kind(text: ConfigFields, kind: str) -> ConfigFields:
 
 
 def _multiplier(kind: str, fields: ConfigFields, shape: Mapping[str, Any]) -> float:
-    """Return the factor of a tower's embeddings for a text model of type `kind`. For Gemma and Gemma 2 it is the root
-    of the hidden size if transformers 4 wrote the file: its classes multiplied all embeddings, those of transformers 5
-    only multiply those of tokens.
+    """Return the factor of a tower's embeddings for a text of type `kind`. transformers 4 multiplied all of Gemma's and
+    Gemma 2's embeddings by the root of the hidden size, transformers 5 multiplies those of tokens.
     """
     if kind in ("gemma", "gemma2") and _is_old(fields):
         return shape["hidden_size"] ** 0.5

@@ -32,14 +32,14 @@ class HyperClovaTowerConfig(Qwen2_5VLTowerConfig):
         return HyperClovaTower(self, hidden_size, build)
 
 
-def read_hyperclovax(fields: ConfigFields, multiplier: float) -> HyperClovaTowerConfig:
+def read_hyperclovax(fields: ConfigFields) -> HyperClovaTowerConfig:
     """Return the tower's configuration from a vision_config: that of Qwen2.5-VL, with rows of `out_hidden_size`
-    (default: 3584). multiplier: factor of all embeddings. Raises ModelConfigError for wrong fields.
+    (default: 3584). Raises ModelConfigError for wrong fields.
     """
     fields = fields.with_defaults(hidden_size=3584)
     size = fields.integer("out_hidden_size", 3584)
     tower = read_qwen2_5_vl(fields, size)
-    return HyperClovaTowerConfig(**vars(tower) | {"multiplier": multiplier}, out_hidden_size=size)
+    return HyperClovaTowerConfig(**vars(tower), out_hidden_size=size)
 
 
 class HyperClovaTower(Qwen2_5VLTower):

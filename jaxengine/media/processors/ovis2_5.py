@@ -29,7 +29,7 @@ _BOUNDS = Bounds(448 * 448, 1792 * 1792)
 
 
 class Ovis2_5Processor(TokenPositions):
-    """Processor of Ovis2_5 and Ovis2_6_MoeForCausalLM. All embeddings are at the positions of <|image_pad|>."""
+    """Processor of Ovis2_5. All embeddings are at the positions of <|image_pad|>."""
 
     # The published file is of SigLIP's processor, which cuts no patches.
     defaults: ClassVar[Mapping[str, Any]] = {

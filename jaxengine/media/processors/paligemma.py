@@ -12,7 +12,7 @@ from jaxengine.models.config.fields import ModelConfigError
 
 
 class PaliGemmaProcessor(LlavaProcessor):
-    """Processor of PaliGemmaForConditionalGeneration and PaliGemma2ForConditionalGeneration."""
+    """Processor of PaliGemmaForConditionalGeneration."""
 
     defaults = SIGLIP
     needs_tokenizer = True

@@ -59,7 +59,6 @@ USUAL_TEMPLATES: dict[str, UsualTemplate] = {
     "DeepseekV41ForCausalLM": UsualTemplate(deepseek_v4.V41.template(), OrderedResults("\n\n")),
     "DeepseekVLV2ForCausalLM": UsualTemplate(_DEEPSEEK_VL2),
     "PaliGemmaForConditionalGeneration": UsualTemplate(_TEXTS),
-    "PaliGemma2ForConditionalGeneration": UsualTemplate(_TEXTS),
     "CLIPModel": UsualTemplate(_TEXTS),
     "SiglipModel": UsualTemplate(_TEXTS),
 }

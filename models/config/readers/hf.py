@@ -147,8 +147,6 @@ _CHATGLM, _GLM4V = ("ChatGLMModel", "ChatGLMForConditionalGeneration"), "GLM4VFo
 _BY_KIND = {
     ("ColQwen2ForRetrieval", "qwen2_5_vl"): "ColQwen2_5ForRetrieval",
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
-    ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
-    ("PaliGemmaForConditionalGeneration", "gemma2"): "PaliGemma2ForConditionalGeneration",
 }
 
 

@@ -138,7 +138,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
     """Those that see have the text layers of others. The classes of MiniCPM, InternLM, Ling, Baichuan, DeepSeekMoE,
     DeciLM, Orion, Solar Pro, the first Qwen, Falcon's and StableLM's first form, dots.ocr, DeepSeek-OCR, PLaMo 3,
     openPangu, TeleChat, Tele-FLM, Nanbeige, Ouro, Rnj, Jais, AliceAI, Param, MiMo-V2.5, Phi-3-vision and Step come
-    with their checkpoints. The classes of Mistral 4, DeepSeek-VL2, Ovis 2.6, Molmo, GLM-4V and Phi-4-multimodal see,
+    with their checkpoints. The classes of Mistral 4, DeepSeek-VL2, Molmo, GLM-4V and Phi-4-multimodal see,
     and that of Llama 3.2 Vision's text part does what Llama does. The numbers of Apertus's activation are no weights
     here. Blocks of keys that have one key for several tokens need pages.
     """
@@ -148,7 +148,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
     assert texts - found == {
         *("MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "InternLM3ForCausalLM", "BailingMoeV2ForCausalLM"),
         *("BaichuanForCausalLM", "DeepseekForCausalLM", "InternLM2ForCausalLM", "QWenLMHeadModel"),
-        *("Mistral4ForCausalLM", "ApertusForCausalLM", "DeepseekVLV2ForCausalLM", "Ovis2_6_MoeForCausalLM"),
+        *("Mistral4ForCausalLM", "ApertusForCausalLM", "DeepseekVLV2ForCausalLM"),
         *("MolmoForCausalLM", "GLM4VForCausalLM"),
         *(
             "Phi4MultimodalForCausalLM",
