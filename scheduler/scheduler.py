@@ -166,10 +166,11 @@ class Scheduler:
                 param="prompt",
                 value=length,
             )
-        if config.num_pages < most_pages_of(config, min(length + request.max_tokens, config.max_model_len)):
+        needed = most_pages_of(config, min(length + request.max_tokens, config.max_model_len))
+        if config.num_pages < needed:
             raise RequestError(
-                f"prompt of {length} tokens and max_tokens {request.max_tokens} need more than a pool's "
-                f"{config.num_pages * config.page_size} tokens; lower max_tokens or raise kv_cache_memory_bytes",
+                f"prompt of {length} tokens and max_tokens {request.max_tokens} need {needed} pages of a pool's "
+                f"{config.num_pages}; lower max_tokens or raise kv_cache_memory_bytes",
                 param="max_tokens",
                 value=request.max_tokens,
             )

@@ -221,6 +221,9 @@ def test_bad_requests_change_nothing():
     assert loop.scheduler.num_unfinished == loop.scheduler.num_waiting == 1
     loop.run()
     check_output(loop.finished[0])
+    loop = Loop(num_pages=20, windows=(None, None))  # whose pages are those of both groups
+    with pytest.raises(RequestError, match=r"30 tokens and max_tokens 30 need 30 pages of a pool's 20; lower"):
+        loop.scheduler.add_request(make("d", [1] * 30, 30))
 
 
 def test_a_value_without_a_column_ends_its_request_and_no_other_error_does(monkeypatch):
