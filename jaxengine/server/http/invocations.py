@@ -53,8 +53,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["invocations"])
     pooling = engine.inputs.pooling
     paths = _PATHS if pooling is None else _POOLING_PATHS[pooling.task]
+    body = {"type": "object", "oneOf": [{"required": [name]} for name in paths]}
+    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
 
-    @routes.post("/invocations", response_class=Response)
+    @routes.post("/invocations", response_class=Response, openapi_extra=described)
     async def invoke(request: Request) -> Response:
         """Answer a request by the route that its fields belong to. The header X-Amzn-SageMaker-Adapter-Identifier takes
         the place of `model`. Raises ApiError (400) for a body that is not valid JSON, and RequestError unless it has

@@ -40,6 +40,12 @@ async def test_an_invocation_is_the_request_that_its_body_says(app, path, fields
         assert (await post(app, "/invocations", **fields, stream=True)).events
 
 
+async def test_its_errors_are_those_of_other_routes_with_a_body(app):
+    paths = app.openapi()["paths"]
+    passed_on, direct = (paths[path]["post"] for path in ("/invocations", "/v1/completions"))
+    assert passed_on["responses"].keys() == direct["responses"].keys() and passed_on["requestBody"]["required"]
+
+
 async def test_a_body_for_no_path_is_refused(app):
     for fields in ({}, {"messages": HI, "prompt": "Hi"}):
         answer = await post(app, "/invocations", **fields)
