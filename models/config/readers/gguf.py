@@ -26,6 +26,7 @@ SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
 # llama.cpp's name of what is added to the scores of experts.
 _CORRECTION = "exp_probs_b"
+EMBEDDING_GEMMA = "gemma-embedding"
 # llama.cpp's names of a layer's matrices whose biases are those of attention's inputs, and of its MLP.
 _INPUTS, _MLP = ("attn_q", "attn_k", "attn_v", "attn_qkv"), ("ffn_gate", "ffn_up", "ffn_down")
 
@@ -38,13 +39,16 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
 def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
 
-    It is the file's architecture, with these exceptions: MIXTRAL for llama with experts, OLMO3 for olmo2 with windows,
-    and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that do not say it and
-    have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises ModelConfigError if the
-    architecture is missing, and if the number of experts or the gating function is not an integer in its limits.
+    It is the file's architecture, with these exceptions: gemma3 for EMBEDDING_GEMMA, MIXTRAL for llama with experts,
+    OLMO3 for olmo2 with windows, and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of
+    files that do not say it and have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`.
+    Raises ModelConfigError if the architecture is missing, and if the number of experts or the gating function is not
+    an integer in its limits.
     """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
+    if architecture == EMBEDDING_GEMMA:
+        return "gemma3"
     if architecture == "deepseek2":
         unsaid = SIGMOID if _CORRECTION in biased else SOFTMAX
         return DEEPSEEK_V3 if fields.integer("expert_gating_func", unsaid) == SIGMOID else architecture
@@ -71,13 +75,13 @@ class GGUFConfig(NamedTuple):
       metadata: the file's key-values.
       tie_word_embeddings: whether the file lacks an output head.
       rope_factors: content of its tensors that scale rope.
-      qk_norm: whether it has weights of norms of q and k, for families where only some models do.
+      stored: llama.cpp's names of its modules with weights, of layers without the layer's number, such as attn_q_norm.
     """
 
     metadata: Mapping[str, Any]
     tie_word_embeddings: bool
     rope_factors: RopeFactors
-    qk_norm: bool = False
+    stored: Collection[str] = ()
 
     @property
     def fields(self) -> ConfigFields:
@@ -175,10 +179,11 @@ def as_array(value: Any) -> np.ndarray:
         return np.asarray(None)
 
 
-def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
+def gguf_sliding(fields: ConfigFields, full_every: int, *, full_first: bool = False) -> tuple[bool, ...]:
     """Return whether each layer has the sliding window, as `attention.sliding_window_pattern` lists. If it is a number
-    n, all but every n-th layer have it, or all for 0; without the field, n is `full_every`. Raises ModelConfigError
-    unless the list has a boolean for each layer, and for other values.
+    n, all but every n-th layer have it, or all for 0; without the field, n is `full_every`. Every n-th layer is the
+    last of n or, with `full_first`, the first. Raises ModelConfigError unless the list has a boolean for each layer,
+    and for other values.
     """
     num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
     listed = as_array(fields.value(name, full_every))
@@ -187,7 +192,7 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
     if listed.dtype.kind not in "iu" or listed.shape != () or listed < 0:
         raise fields.fail(name, f"true or false for each of {num_layers} layers, or an integer >= 0")
     every = int(listed)
-    return tuple(every == 0 or (layer + 1) % every > 0 for layer in range(num_layers))
+    return tuple(every == 0 or (layer + (not full_first)) % every > 0 for layer in range(num_layers))
 
 
 def gguf_of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
@@ -202,7 +207,7 @@ def gguf_of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
 
 
 def gguf_layers(
-    fields: ConfigFields, windowed: LayerAttention, full: LayerAttention, full_every: int
+    fields: ConfigFields, windowed: LayerAttention, full: LayerAttention, full_every: int, *, full_first: bool = False
 ) -> tuple[LayerAttention, ...]:
     """Return the attention of each layer: `windowed`, with the base of rope in `rope.freq_base_swa` if there is one, or
     `full`, as `gguf_sliding` says. Raises ModelConfigError for wrong values of either field.
@@ -210,7 +215,7 @@ def gguf_layers(
     if windowed.rope is not None:
         theta = fields.number("rope.freq_base_swa", windowed.rope.theta)
         windowed = replace(windowed, rope=replace(windowed.rope, theta=theta))
-    return tuple(windowed if slides else full for slides in gguf_sliding(fields, full_every))
+    return tuple(windowed if slides else full for slides in gguf_sliding(fields, full_every, full_first=full_first))
 
 
 def gguf_experts(

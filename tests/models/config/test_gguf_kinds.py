@@ -108,6 +108,14 @@ def test_gemma3n():
     assert config.layer_input_size == 256 and config.logit_soft_cap == 30.0
 
 
+def test_windows_of_encoders():
+    layers, config = read("modern-bert")
+    assert layers == ([(None, FULL)] + [(51, LOCAL)] * 2) * 2 + [(None, FULL), (51, LOCAL)] and not config.is_causal
+    assert read("modern-bert", attention__sliding_window=None)[0] == [(None, FULL)] * 8
+    layers, config = read("gemma-embedding", attention__layer_norm_epsilon=None)
+    assert layers[4:7] == [(51, LOCAL), (None, FULL), (51, LOCAL)] and not config.is_causal
+
+
 def test_a_layer_that_predicts_further_tokens_is_left_unread():
     for architecture, changes in (("glm4", {}), ("glm4moe", EXPERTS)):
         layers, config = read(architecture, attention__sliding_window=None, nextn_predict_layers=1, **changes)
@@ -139,6 +147,16 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
         ("glm4moe", {"expert_count": 4, "expert_used_count": 2}, "expert_feed_forward_length is missing"),
         ("glm4moe", {**EXPERTS, "expert_gating_func": 1}, r"expert_gating_func must be 2 \(sigmoid\) or absent, got 1"),
         ("glm4moe", {**EXPERTS, "expert_count": "many"}, "glm4moe.expert_count must be an integer >= 0"),
+        ("bert", {"attention.layer_norm_epsilon": None}, "bert.attention.layer_norm_epsilon is missing"),
+        ("nomic-bert", {"attention.causal": True}, "nomic-bert.attention.causal must be false or absent, got True"),
+        ("jina-bert-v2", {"attention.causal": 1}, "jina-bert-v2.attention.causal must be"),
+        ("modern-bert", {"hidden_act": "step"}, "modern-bert.hidden_act must be one of"),
+        (
+            "modern-bert",
+            {"attention.sliding_window": "wide"},
+            "modern-bert.attention.sliding_window must be an integer",
+        ),
+        ("gemma-embedding", {"dense_2_feat_in": 64}, "gemma-embedding.dense_2_feat_in must be absent"),
         ("gemma2", {"attention.sliding_window_pattern": -1}, "must be true or false .* or an integer >= 0, got -1"),
         ("exaone4", {"attention.sliding_window_pattern": [[True], [True, False]]}, "must be true or false for each"),
     ],
