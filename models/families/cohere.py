@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
 from jaxengine.models.families.llama import LAYER, gated_fields
@@ -44,7 +45,7 @@ class PerHeadLayerNorm(nnx.Module):
 class CohereForCausalLM(Cohere2ForCausalLM):
     """Cohere 2's decoder in which all layers are alike, with rope and without windows."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "command-r"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -61,6 +62,12 @@ class CohereForCausalLM(Cohere2ForCausalLM):
             qk_norm=fields.boolean("use_qk_norm", False),
         )
         return shared | {"logit_scale": fields.number("logit_scale", 0.0625)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        qk_norm = "attn_q_norm" in gguf.stored
+        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", interleaved=True, qk_norm=qk_norm)
+        return shared | {"logit_scale": gguf.fields.number("logit_scale")}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"

@@ -35,6 +35,7 @@ class AyaVisionForConditionalGeneration(CohereForCausalLM):
     only in the configuration of attention.
     """
 
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
     read_tower: ClassVar[Callable[[ConfigFields], TowerConfig]] = staticmethod(read_aya)
 

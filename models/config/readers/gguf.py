@@ -180,15 +180,16 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def gguf_sliding(fields: ConfigFields, full_every: int, *, full_first: bool = False) -> tuple[bool, ...]:
-    """Return whether each layer has the sliding window, as `attention.sliding_window_pattern` lists. If it is a number
-    n, all but every n-th layer have it, or all for 0; without the field, n is `full_every`. Every n-th layer is the
-    last of n or, with `full_first`, the first. Raises ModelConfigError unless the list has a boolean for each layer,
-    and for other values.
+    """Return whether each layer that is read has the sliding window, as `attention.sliding_window_pattern` lists; the
+    list may have the layers that predict further tokens, too. If it is a number n, all but every n-th layer have it, or
+    all for 0; without the field, n is `full_every`. Every n-th layer is the last of n or, with `full_first`, the first.
+    Raises ModelConfigError unless the list has a boolean for each layer, and for other values.
     """
-    num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
+    count, name = fields.integer("block_count"), "attention.sliding_window_pattern"
+    num_layers = max(count - fields.integer("nextn_predict_layers", 0, minimum=0), 0)
     listed = as_array(fields.value(name, full_every))
-    if listed.dtype == np.bool_ and listed.shape == (num_layers,):
-        return tuple(listed.tolist())
+    if listed.dtype == np.bool_ and listed.shape in ((num_layers,), (count,)):
+        return tuple(listed.tolist())[:num_layers]
     if listed.dtype.kind not in "iu" or listed.shape != () or listed < 0:
         raise fields.fail(name, f"true or false for each of {num_layers} layers, or an integer >= 0")
     every = int(listed)

@@ -234,6 +234,25 @@ LAYOUTS: dict[str, GGUFLayout] = {
     ),
     "glm4moe": GGUFLayout({"post_attention_norm": "post_attention_layernorm", **_SHARED}, bare=_CORRECTION),
     "ernie4_5": GGUFLayout(),
+    "ernie4_5-moe": GGUFLayout(
+        _SHARED,
+        bare={"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
+        rows=frozenset(("exp_probs_b",)),
+    ),
+    "exaone-moe": GGUFLayout(_SHARED, bare={"exp_probs_b": "mlp.e_score_correction_bias"}),
+    "bailingmoe2": GGUFLayout(
+        {
+            **_SHARED,
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "attn_q_norm": "attention.query_layernorm",
+            "attn_k_norm": "attention.key_layernorm",
+        },
+        bare={"exp_probs_b": "mlp.gate.expert_bias"},
+    ),
+    "phimoe": GGUFLayout(_MIXTRAL),
+    "command-r": GGUFLayout(),
+    "stablelm": GGUFLayout({f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{expert}}" for part in "qk"}),
     "hunyuan-dense": GGUFLayout(_HUNYUAN),
     "bert": GGUFLayout(_BERT, layers=_BERT_LAYERS, tables=_BERT_TABLES),
     "nomic-bert": GGUFLayout(

@@ -18,6 +18,12 @@ from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, STRING, U32,
 ARCHITECTURES = {
     "Gemma3nForCausalLM": "gemma3n",
     "Glm4MoeForCausalLM": "glm4moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "ExaoneMoeForCausalLM": "exaone-moe",
+    "BailingMoeV2ForCausalLM": "bailingmoe2",
+    "PhiMoEForCausalLM": "phimoe",
+    "CohereForCausalLM": "command-r",
+    "StableLmForCausalLM": "stablelm",
 }
 PARTS = ("gate", "up", "down")
 SHARED = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in PARTS}
@@ -41,6 +47,14 @@ OWN_NAMES: dict[str, Mapping[str, str]] = {
         "model.per_layer_projection_norm": "per_layer_proj_norm",
     },
     "glm4moe": {"post_attention_layernorm": "post_attention_norm", **SHARED},
+    **dict.fromkeys(["ernie4_5-moe", "exaone-moe"], SHARED),
+    "bailingmoe2": {
+        **SHARED,
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "attention.query_layernorm": "attn_q_norm",
+        "attention.key_layernorm": "attn_k_norm",
+    },
 }
 _BERT = {
     "embeddings.word_embeddings": "token_embd",
@@ -116,7 +130,8 @@ _UNWRITTEN = ("pooler.", "cls.", "head.", "decoder.", "classifier.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.([a-z_0-9]+)\.weight")
 _STACKED = {"model.altup_projections": "altup_proj", "model.altup_unembed_projections": "altup_unembd_proj"}
-_CORRECTION = re.compile(r"model\.layers\.(\d+)\.(mlp\.gate\.e_score_correction_bias)")
+_CORRECTION = re.compile(r"model\.layers\.(\d+)\.mlp\.(?:(?:gate|moe_statics)\.)?(?:e_score_correction|expert)_bias")
+_HEAD_NORM = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight")
 
 
 def converted(
@@ -126,7 +141,7 @@ def converted(
 ) -> bytes:
     """As gguf_conversion.converted."""
     architecture = ARCHITECTURES[config["architectures"][0]]
-    names = {**NAMES, **OWN_NAMES[architecture]}
+    names = {**NAMES, **OWN_NAMES.get(architecture, {})}
     written: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
@@ -140,7 +155,10 @@ def converted(
         elif group in _STACKED:
             stacks.setdefault(f"{_STACKED[group]}.weight", {})[int(number)] = values
         elif match := _CORRECTION.fullmatch(name):
-            written[f"blk.{match[1]}.exp_probs_b.bias"] = values
+            written[f"blk.{match[1]}.exp_probs_b.bias"] = values.squeeze()
+        elif match := _HEAD_NORM.fullmatch(name):  # StableLMModel._stack_qk_norm
+            layer, part, head = match.groups()
+            stacks.setdefault(f"blk.{layer}.attn_{part}_norm.weight", {})[int(head)] = values
         elif match := _LAYER.fullmatch(name):
             layer, part, kind = match.groups()
             written[f"blk.{layer}.{names[part]}.{kind}"] = values.squeeze()
@@ -271,4 +289,41 @@ def _glm4moe(config: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
-_OWN_METADATA = {"gemma3n": _gemma3n, "glm4moe": _glm4moe}
+def _ernie(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_experts(config),
+        "interleave_moe_layer_step": (U32, config["moe_layer_interval"]),
+        "leading_dense_block_count": (U32, config["moe_layer_start_index"]),
+        "expert_shared_count": (U32, config["moe_num_shared_experts"]),
+    }
+
+
+def _sigmoid(config: Mapping[str, Any]) -> dict[str, Value]:
+    """ExaoneMoEModel and BailingMoeV2Model."""
+    own: dict[str, Value] = {
+        **_experts(config),
+        "expert_shared_count": (U32, config["num_shared_experts"]),
+        "expert_gating_func": (U32, 2),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "expert_weights_norm": (BOOL, config["norm_topk_prob"]),
+        "leading_dense_block_count": (U32, config["first_k_dense_replace"]),
+    }
+    if "layer_types" in config:
+        sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+        own["attention.sliding_window"] = (U32, config["sliding_window"])
+        own["attention.sliding_window_pattern"] = (ARRAY, (BOOL, sliding))
+    return own
+
+
+_OWN_METADATA = {
+    "gemma3n": _gemma3n,
+    "glm4moe": _glm4moe,
+    "ernie4_5-moe": _ernie,
+    **dict.fromkeys(["exaone-moe", "bailingmoe2"], _sigmoid),
+    "phimoe": _experts,
+    "command-r": lambda config: {
+        "logit_scale": (F32, config["logit_scale"]),
+        "rope.scaling.type": (STRING, "none"),
+    },
+    "stablelm": lambda config: {"use_parallel_residual": (BOOL, config["use_parallel_residual"])},
+}

@@ -98,6 +98,16 @@ CASES |= {
     "gemma3n": {"altup_correct_scale": True, "laurel_rank": 64, "vocab_size_per_layer_input": 128},
     "glm4_moe": {"num_nextn_predict_layers": 0},  # recorded without the layer that files have in addition
     "glm4_moe_plain": {"num_nextn_predict_layers": 0},
+    "ernie4_5_moe": {"num_hidden_layers": 2, "moe_norm_min": 1e-12},
+    "ernie4_5_moe_tied": {},
+    "exaone_moe": {},
+    "exaone_moe_short": {"rope_parameters": DEFAULT_ROPE},
+    "bailing_moe": {},
+    "phimoe": {"router_jitter_noise": 0.01},
+    "cohere": {},
+    "cohere_untied": {"rope_parameters": DEFAULT_ROPE},
+    "stablelm": {},
+    "stablelm_norms": {},
 }
 # Tensors of sizes that llama.cpp fixes, and a table that its converter fills up.
 RESIZED = {
@@ -126,6 +136,8 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     tensors = {tensor: source.read(tensor) for tensor in source.names()}
     source.close()
     resized = {tensor: shape for tensor in tensors for end, shape in RESIZED.items() if tensor.endswith(end)}
+    if name == "ernie4_5_moe":  # of whose layers the last has no experts
+        tensors = {tensor: values for tensor, values in tensors.items() if ".layers.2." not in tensor}
     if name == "gemma3n":
         tensors |= {tensor: draw(tensor, shape) for tensor, shape in resized.items()}
     if name in CHANGED_WEIGHTS:  # layers that were dense have experts
