@@ -34,7 +34,7 @@ from jaxengine.models.families.wrapped import Wrapper, over_text
 from jaxengine.models.layers.dflash import DFlash
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
-from jaxengine.models.model_classes import ENCODERS, MODELS
+from jaxengine.models.model_classes import ENCODERS, MODELS, ClassTable
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import MODEL, CheckpointNames
@@ -124,10 +124,12 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
     with the name of the nearest one if any is similar.
     """
     # Only as many families are imported as come before the one that reads the file.
-    for model in MODELS.values():
+    classes: tuple[ClassTable[Any], ...] = (MODELS, ENCODERS)
+    for model in (each for table in classes for each in table.values()):
         if model.gguf_architecture == architecture:
             return model
-    known = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture is not None}
+    every = (model.gguf_architecture for table in classes for model in table.values())
+    known = {name for name in every if name is not None}
     raise ModelConfigError(_unsupported(architecture, sorted(known)))
 
 
@@ -241,7 +243,7 @@ def read_gguf(
     tie_word_embeddings: bool = True,
     rope_factors: RopeFactors = _NO_FACTORS,
     biased: Collection[str] | None = None,
-    qk_norm: bool = False,
+    stored: Collection[str] = (),
     pooler: Pooler | None = None,
 ) -> ModelConfig:
     """Return the ModelConfig of GGUF metadata. Raises ModelConfigError for wrong fields, and for an architecture that
@@ -249,11 +251,11 @@ def read_gguf(
 
     Facts that are in tensors instead of metadata: whether the file lacks an output head (tie_word_embeddings), the
     content of the tensors that scale rope, if any, which matrices have a bias (`biased`, see `with_stored_biases`; None
-    for those that the family usually has), and whether q and k have norms (`qk_norm`). pooler: the computation of a
-    pooling model on hidden states; None for a model that generates.
+    for those that the family usually has), and which modules it has at all (`stored`, see GGUFConfig). pooler: the
+    computation of a pooling model on hidden states; None for a model that generates.
     """
     model = model_for_gguf(gguf_family(metadata, biased or ()))
-    gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors, qk_norm)
+    gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors, stored)
     shape = model.read_gguf(gguf)
     shape = shape if biased is None else with_stored_biases(shape, biased)
     return ModelConfig(architecture=model.__name__, pooler=pooler, **shape)

@@ -20,7 +20,7 @@ from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_mode
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.input_source import InputSource
 from jaxengine.checkpoint.plugins import load_plugins
-from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling
+from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pooling, with_token_rows
 from jaxengine.checkpoint.remote import RemoteFolder
 from jaxengine.checkpoint.sentence_transformers import TOKENIZER
 from jaxengine.checkpoint.stored_head import with_plain_modules, with_stored_frequencies, with_stored_head
@@ -31,7 +31,6 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooling_model import PoolingModel
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES
 from jaxengine.models.config.compressed import TOKEN_MAP
-from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import RopeFactors
@@ -259,10 +258,12 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
         factors = _rope_factors(file)
         with _named_overrides():
             metadata = overridden_metadata(file.metadata, config.hf_overrides or {})
-        facts: dict[str, Any] = {"biased": file.biased, "qk_norm": file.qk_norm}
+        facts: dict[str, Any] = {"biased": file.biased, "stored": file.stored}
         model = read_gguf(metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler, **facts)
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
+    if pooling is not None:
+        pooling = with_token_rows(pooling, model, makes_types=lambda: False)
     if config.quantization == "gguf":
         quantization, kept = read_formats(file.formats(), partial(build_model, model), keep_tables=keep_tables)
         model = replace(model, quantization=quantization)
@@ -385,6 +386,9 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
         folder = _find_tokenizer(config) or path
         return Tokenizer.from_hf_folder(folder, mode=config.tokenizer_mode).backend.token_to_id(token)
 
+    def makes_types() -> bool:
+        return _makes_types((None if config.skip_tokenizer_init else _find_tokenizer(config)) or path)
+
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
         """Return (the model that a config.json describes, its PoolingModel or None if it generates).
 
@@ -395,14 +399,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
         model = read_hf(raw, None if pooling is None else pooling.pooler)
         if pooling is not None:
             check_width(pooling, model.hidden_size)
-        if pooling is not None and (model.encoder is not None or not model.is_causal):
-            encoder = model.encoder or EncoderConfig("", num_token_types=0, num_positions=0)
-            types = max(1, encoder.num_token_types)
-            has_types = types > 1
-            if has_types:
-                has_types = _makes_types((None if config.skip_tokenizer_init else _find_tokenizer(config)) or path)
-            rows, padded = model.vocab_size // types, encoder.num_positions if encoder.pads else 0
-            pooling = replace(pooling, token_rows=rows, has_token_types=has_types, padded_length=padded)
+            pooling = with_token_rows(pooling, model, makes_types=makes_types)
         return model, pooling
 
     try:

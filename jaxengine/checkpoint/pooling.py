@@ -37,7 +37,9 @@ from jaxengine.config.features.pooling_model import (
     check_dimensions,
 )
 from jaxengine.models.architectures import ALIGNER, COLEMBED, LABELS, RANKING
+from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import (
     CLASSIFY,
     CLS,
@@ -63,6 +65,8 @@ _CLASSES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
 # general.pooling_type of llama.cpp's GGUF files.
 _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
+# Architectures of GGUF files that generate nothing, and how they pool if a file does not say it.
+_GGUF_POOLERS = {"bert": CLS, **dict.fromkeys(("nomic-bert", "modern-bert", "jina-bert-v2", "gemma-embedding"), MEAN)}
 TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 
 # Beginning of the names of classes with a LoRA adapter for each task, in this folder of the model's.
@@ -209,20 +213,37 @@ def task_adapter(folder: Path, fields: ConfigFields, architecture: str) -> str |
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
     """Return how the model of a GGUF file pools; None for a generating model.
 
-    It is an embedder if the metadata has a pooling type in _GGUF_TYPES, or if the options make it pool. Raises
-    ConfigError for options that contradict it, and for a reranker that is to pool; ModelConfigError for a pooling type
-    that is not a whole number from 0 on.
+    It is an embedder if its architecture is one of _GGUF_POOLERS, if the metadata has a pooling type in _GGUF_TYPES, or
+    if the options make it pool. Raises ConfigError for options that contradict it, and for a reranker that is to pool;
+    ModelConfigError for a pooling type that is not a whole number from 0 on, and for a reranker that cannot generate.
     """
-    kind = ConfigFields(metadata).integer(f"{metadata.get('general.architecture')}.pooling_type", None, minimum=0)
-    found = _GGUF_TYPES.get(kind)
-    if not _pools(config, "a GGUF file", None, found is not None):
+    architecture, name = metadata.get("general.architecture"), "pooling_type"
+    fields = ConfigFields(metadata, f"{architecture}.")
+    kind, usual = fields.integer(name, None, minimum=0), _GGUF_POOLERS.get(str(architecture))
+    if usual is not None and kind == _GGUF_RANK:
+        raise fields.fail(name, "0 to 3: rerankers are not read from GGUF files")
+    found, own_task = _GGUF_TYPES.get(kind, usual), None if usual is None else EMBED
+    if not _pools(config, "a GGUF file", own_task, found is not None):
         return None
     if kind == _GGUF_RANK:
         raise ConfigError("runner", config.runner, "generate: rerankers are not read from GGUF files")
-    task = _task(config, "a GGUF file", None, False)
+    task = _task(config, "a GGUF file", own_task, False)
     chosen = config.pooler_config or PoolerConfig()
     pooler = Pooler(chosen.pooling_type or found or LAST, answers_tokens=True)
     return _with_choices(PoolingModel(pooler, task, NORMALIZE, tokens=EMBEDDINGS, own_task=task), chosen)
+
+
+def with_token_rows(pooling: PoolingModel, model: ModelConfig, *, makes_types: Callable[[], bool]) -> PoolingModel:
+    """Return how `model` pools, with the sizes of its prompts' tokens if these see their whole prompt.
+
+    makes_types: whether the token types that the model's tokenizer makes are inputs; asked only of a model with types.
+    """
+    if model.encoder is None and model.is_causal:
+        return pooling
+    encoder = model.encoder or EncoderConfig("", num_token_types=0, num_positions=0)
+    types = max(1, encoder.num_token_types)
+    rows, padded = model.vocab_size // types, encoder.num_positions if encoder.pads else 0
+    return replace(pooling, token_rows=rows, has_token_types=types > 1 and makes_types(), padded_length=padded)
 
 
 def check_width(model: PoolingModel, hidden_size: int) -> None:

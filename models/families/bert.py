@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.layers.base.activations import read_activation
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, NamedEncoder, encoder_fields
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, NamedEncoder, encoder_fields, gguf_encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
 # transformers' sizes of a model whose config.json has none.
@@ -32,6 +33,7 @@ NAMES = EncoderNames(
 class BertModel(NamedEncoder):
     """BERT's encoder, with a dense layer, tanh and scores of labels if it classifies."""
 
+    gguf_architecture: ClassVar[str | None] = "bert"
     names: ClassVar[EncoderNames] = NAMES
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.bert.", "model."),),
@@ -50,6 +52,10 @@ class BertModel(NamedEncoder):
             first_position=cls.first_position(fields),
         )
         return encoder_fields(fields, encoder, activation=HIDDEN_ACT, eps="layer_norm_eps")
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_encoder_fields(gguf, activation="gelu", bias=True, positions=True)
 
     @classmethod
     def first_position(cls, fields: ConfigFields) -> int:

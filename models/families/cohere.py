@@ -65,7 +65,8 @@ class CohereForCausalLM(Cohere2ForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", interleaved=True, qk_norm=gguf.qk_norm)
+        qk_norm = "attn_q_norm" in gguf.stored
+        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", interleaved=True, qk_norm=qk_norm)
         return shared | {"logit_scale": gguf.fields.number("logit_scale")}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

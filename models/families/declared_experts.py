@@ -10,6 +10,7 @@ from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import ALL_HEADS, AROUND, OUTPUT, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import gguf_layers, gguf_shared_experts
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
@@ -19,6 +20,7 @@ from jaxengine.models.config.readers.hf import (
 )
 from jaxengine.models.families.declared_row import (
     EPS,
+    GGUFRow,
     Row,
     neighbours,
     parts_of_heads,
@@ -69,6 +71,22 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
         raise fields.fail("sliding_window_pattern", "an integer, or L and G")
     kinds = [SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in range(count)]
     return {"layer_types": [*kinds[:-1], FULL]}
+
+
+def _exaone_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
+    """Return the attention of each layer of a GGUF file: with a window and rope in three of four layers, neither in
+    the fourth, or `layers` if it has no window. Raises ModelConfigError for wrong fields.
+    """
+    if not fields.integer("attention.sliding_window", 0, minimum=0):
+        return layers
+    return gguf_layers(fields, layers[0], replace(layers[0], window=None, rope=None), full_every=4)
+
+
+def gguf_sigmoid_experts(fields: ConfigFields) -> ExpertsConfig | None:
+    """Return the ExpertsConfig of a GGUF file as `sigmoid_experts` does of a config.json; None without experts. Raises
+    ModelConfigError for wrong fields.
+    """
+    return gguf_shared_experts(fields, scoring_func="sigmoid")
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -219,6 +237,7 @@ EXPERT_ROWS: dict[str, Row] = {
         experts=sigmoid_experts,
         expert_names=ExpertNames(correction_bias="e_score_correction_bias"),
         parts=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
+        gguf=GGUFRow("exaone-moe", experts=gguf_sigmoid_experts, layers=_exaone_layers),
         **_PLAIN,
     ),
     "Cohere2MoeForCausalLM": Row(

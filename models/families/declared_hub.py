@@ -13,9 +13,9 @@ from jaxengine.models.config.declared import AROUND, GROUPS, LAYER, OFFSET, RMS,
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
-from jaxengine.models.families.declared_experts import ling
+from jaxengine.models.families.declared_experts import gguf_sigmoid_experts, ling
 from jaxengine.models.families.declared_mixtures import STEP_NAMES
-from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
+from jaxengine.models.families.declared_row import GGUFRow, Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME, transformer_names
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 
@@ -363,13 +363,14 @@ HUB_ROWS: dict[str, Row] = {
         about="StableLM under its first name.",
         spelled={"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"},
         only={"rotary_scaling_factor": 1.0},
+        gguf=None,
     ),
     "BailingMoeV2ForCausalLM": ling(
         "Ling 2.0 (Ant Group 2025): GLM-4.5's layers with a joined projection of queries, keys and values.",
         rms_norm_eps=1e-6,
         rope_theta=600000.0,
         n_shared_experts=0,
-    ),
+    )._replace(gguf=GGUFRow("bailingmoe2", experts=gguf_sigmoid_experts)),
     "Param2MoEForCausalLM": ling(
         "Param 2 (BharatGen 2026): Ling 2.0's layers.",
         rms_norm_eps=1e-6,

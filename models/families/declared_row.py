@@ -111,7 +111,9 @@ class GGUFRow(NamedTuple):
       bias: whether projections usually have biases; those of a file follow from its tensors.
       rotates: whether layers have rope.
       clip: name of the field with the bound of queries, keys and values; None for none.
-      choose: function from the metadata's fields and the row's form to the form of the file; None for the row's form.
+      choose: function from the file and the row's form to the form of the file; None for the row's form.
+      experts: function from the metadata's fields to the ExpertsConfig; None for a family without experts.
+      layers: function from the metadata's fields and the attention of equal layers to that of each; None if they are.
     """
 
     architecture: str
@@ -119,7 +121,9 @@ class GGUFRow(NamedTuple):
     bias: bool = False
     rotates: bool = True
     clip: str | None = None
-    choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
+    choose: Callable[[GGUFConfig, DeclaredForm], DeclaredForm] | None = None
+    experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
+    layers: Callable[[ConfigFields, tuple[LayerAttention, ...]], tuple[LayerAttention, ...]] | None = None
 
 
 class Row(NamedTuple):
@@ -224,12 +228,18 @@ class Row(NamedTuple):
         """
         assert self.gguf is not None
         own, form = self.gguf, self.form
-        form = form if own.choose is None else own.choose(gguf.fields, form)
+        form = form if own.choose is None else own.choose(gguf, form)
+        form = form if "attn_q_norm" in gguf.stored else replace(form, qk_norms=())
+        experts = None if own.experts is None else own.experts(gguf.fields)
         clip = None if own.clip is None else gguf.fields.number(own.clip, None)
-        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias, clip=clip)
+        options: dict[str, Any] = {"bias": own.bias, "output_bias": own.bias, "clip": clip, "experts": experts}
+        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, **options)
+        if own.layers is not None:
+            shared["attention"] = own.layers(gguf.fields, shared["attention"])
         if not own.rotates:
             shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
-        return shared | {"mlp_bias": own.bias, "declared": form}
+        named = {} if experts is None else {"activation": form.activation}
+        return shared | {"mlp_bias": own.bias, "declared": form, **named}
 
     def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
         """Return the fields that families share, as arguments of ModelConfig, including latent attention if the row has

@@ -24,6 +24,7 @@ from jaxengine.models.config.declared import (
     DeclaredForm,
 )
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, require_rope, windows_by_kind
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_row import (
@@ -84,6 +85,14 @@ def _stablelm_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     if fields.boolean("qk_layernorm"):
         form = replace(form, qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"), qk_norm=EACH_HEAD)
     return _parallel("use_parallel_residual", norms=("input_layernorm",))(fields, form)
+
+
+def _gguf_stablelm_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
+    """Return the form of a GGUF file, whose tensors alone say what _stablelm_form reads."""
+    if "attn_q_norm" in gguf.stored:
+        form = replace(form, qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"), qk_norm=EACH_HEAD)
+    beside = "ffn_norm" not in gguf.stored
+    return replace(form, placement=PARALLEL, norms=("input_layernorm",)) if beside else form
 
 
 def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -243,9 +252,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             bias=True,
             rotates=False,
             # Other names, since matrices are not transposed in these files.
-            choose=lambda fields, form: replace(
-                form, qkv=("attn.qkv",), out="attn.out", up=("mlp.up",), down="mlp.down"
-            ),
+            choose=lambda gguf, form: replace(form, qkv=("attn.qkv",), out="attn.out", up=("mlp.up",), down="mlp.down"),
         ),
         unused_ends=MASKS,
     ),
@@ -317,7 +324,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             "gptneox",
             eps="attention.layer_norm_epsilon",
             bias=True,
-            choose=lambda fields, form: _parallel("use_parallel_residual")(fields, replace(form, joined=ROWS)),
+            choose=lambda gguf, form: _parallel("use_parallel_residual")(gguf.fields, replace(form, joined=ROWS)),
         ),
     ),
     "PersimmonForCausalLM": Row(
@@ -422,6 +429,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         output_bias=False,
         mlp_bias=False,
         choose=_stablelm_form,
+        gguf=GGUFRow("stablelm", eps="attention.layer_norm_epsilon", choose=_gguf_stablelm_form),
     ),
     "OlmoForCausalLM": Row(
         "OLMo (Groeneveld et al. 2024, arXiv:2402.00838): Llama with layer norms without weights, and in some models "

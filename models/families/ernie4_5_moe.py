@@ -16,6 +16,7 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Classifier
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, SOFTMAX, GGUFConfig, gguf_experts, gguf_fields
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -41,7 +42,7 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
     """Llama with rope over neighbouring elements, and experts in some of its layers."""
 
     biases_logits: ClassVar[bool] = True  # where MLPs have biases
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "ernie4_5-moe"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         parts=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)
     )
@@ -67,6 +68,25 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
         rope = read_rope(fields, read_head_dim(fields), interleaved=True)
         shared = gated_fields(fields, ropes=[rope] * num_layers, tied=True, bias=bias, output_bias=bias)
         return shared | {"experts": experts, "mlp_bias": bias}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        if fields.integer("expert_gating_func", SOFTMAX) != SOFTMAX:
+            raise fields.fail("expert_gating_func", f"{SOFTMAX} (softmax) or absent")
+        step = fields.integer("interleave_moe_layer_step")
+        first = fields.integer("leading_dense_block_count", minimum=0)
+        size, layers = fields.integer(EXPERT_SIZE), range(fields.integer("block_count"))
+        experts = gguf_experts(
+            fields,
+            size=EXPERT_SIZE,
+            norm_weights=True,
+            dense_layers=tuple(n for n in layers if (n + 1) % step or n < first),
+            correction_bias=True,
+            min_weight_sum=1e-12,
+            shared_intermediate_size=size * fields.integer("expert_shared_count", 0, minimum=0),
+        )
+        return gguf_fields(gguf, interleaved=True, experts=experts)
 
     def __init__(self, config: ModelConfig, build: Build):
         super().__init__(config, build)

@@ -11,7 +11,13 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_layers
+from jaxengine.models.config.readers.gguf import (
+    EMBEDDING_GEMMA,
+    GGUFConfig,
+    gguf_architecture,
+    gguf_fields,
+    gguf_layers,
+)
 from jaxengine.models.config.readers.hf import (
     layer_kinds,
     read_head_dim,
@@ -74,8 +80,13 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         fields = gguf.fields
         fields.integer("attention.sliding_window")  # files of the first converters lack it, and llama.cpp then has none
-        shared = gguf_fields(gguf, scale=gguf_scale(fields, 62))
+        both_ways = gguf_architecture(gguf.metadata) == EMBEDDING_GEMMA
+        if both_ways and fields.has("dense_2_feat_in"):
+            raise fields.fail("dense_2_feat_in", "absent: projections after the pooling are not read")
+        shared = gguf_fields(gguf, scale=gguf_scale(fields, 62), causal=not both_ways)
         layer = shared["attention"][0]
+        if both_ways and layer.window is not None:
+            layer = replace(layer, window=layer.window // 2 + 1)  # both sides together
         local, full = replace(layer, rope=Rope(layer.head_dim, 10_000.0)), replace(layer, window=None)
         return shared | {
             "attention": gguf_layers(fields, local, full, full_every=6),

@@ -34,7 +34,7 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         experts = gguf_shared_experts(gguf.fields, scoring_func="sigmoid")
-        return gguf_fields(gguf, partial_rotary=True, experts=experts, qk_norm=gguf.qk_norm)
+        return gguf_fields(gguf, partial_rotary=True, experts=experts, qk_norm="attn_q_norm" in gguf.stored)
 
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:

@@ -14,8 +14,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.encoder import EncoderConfig
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import CLS, MEAN
+from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.readers.hf import hf_architecture
 from jaxengine.models.families.bert import BASE, NAMES, BertModel
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
@@ -23,7 +24,7 @@ from jaxengine.models.layers.attention.distance_bias import SlopedAttention
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import HeadsLayerNorm, LayerNorm
-from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormLayer, encoder_fields
+from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormLayer, encoder_fields, gguf_encoder_fields
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
@@ -40,6 +41,7 @@ class JinaBertModel(BertModel):
     additional norm in each layer.
     """
 
+    gguf_architecture: ClassVar[str | None] = "jina-bert-v2"
     names: ClassVar[EncoderNames] = NAMES._replace(up="mlp.gated_layers", down="mlp.wo", mlp_norm="mlp.layernorm")
 
     @classmethod
@@ -56,6 +58,15 @@ class JinaBertModel(BertModel):
         changes: dict[str, Any] = {"slopes": alibi_slopes(fields.integer("num_attention_heads")), "qk_norm": normed}
         shared["attention"] = tuple(replace(each, **changes) for each in shared["attention"])
         return shared
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        if "attn_q_norm" in gguf.stored:
+            raise ModelConfigError("a GGUF file of a JinaBERT with norms of queries and keys is not read")
+        # Files of earlier converters have two matrices in place of a joined one.
+        shared = gguf_encoder_fields(gguf, activation="gelu", bias=True, gated="ffn_gate" in gguf.stored)
+        slopes = alibi_slopes(shared["attention"][0].num_heads)
+        return shared | {"attention": tuple(replace(each, slopes=slopes) for each in shared["attention"])}
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
@@ -90,6 +101,8 @@ class JinaBertModel(BertModel):
         first, second = parts_of(f"{_LAYER}.{up_down[0]}", ffn, ffn)
         options: dict[str, Any] = {"down": Source(f"{_LAYER}.{up_down[1]}", size), "down_bias": True, "build": build}
         gate_up = (second, first) if normed else (first, second)
+        if self.config.encoder is not None and self.config.encoder.gated:
+            gate_up = Source(f"{_LAYER}.mlp.gated_layers_w", ffn), Source(f"{_LAYER}.{self.names.up}", ffn)
         return GatedMLP(size, ffn, source=_LAYER, gate_up=gate_up, activation=self.activation, **options)
 
     @property

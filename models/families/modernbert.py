@@ -5,6 +5,7 @@ In two of three layers tokens attend to a window around them, in the third to al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, MEAN, Classifier, TokenHead
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_layers
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
@@ -34,7 +36,7 @@ from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import Identity, LayerNorm, NormClass, UnbiasedLayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
-from jaxengine.models.layers.encoder import Encoder
+from jaxengine.models.layers.encoder import Encoder, gguf_encoder_fields
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 
@@ -77,6 +79,7 @@ class TokenLabelScores(nnx.Module):
 class ModernBertModel(Encoder):
     """Encoder of pre-norm layers with rope, with a dense layer, a norm and scores of labels if it classifies."""
 
+    gguf_architecture: ClassVar[str | None] = "modern-bert"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         heads=("head.", "classifier.", "decoder.", "model.head.", "model.classifier.", "model.decoder.")
     )
@@ -110,6 +113,18 @@ class ModernBertModel(Encoder):
             head_bias=fields.boolean("classifier_bias", False),
         )
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False), "encoder": encoder}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        activation = read_activation(fields, "hidden_act")
+        shared = gguf_encoder_fields(gguf, activation=activation, bias=False, rotates=True)
+        window = fields.integer("attention.sliding_window", 0, minimum=0)
+        if window:
+            full = replace(shared["attention"][0], window=None)
+            local = replace(full, window=window // 2 + 1, rope=replace(full.rope, theta=10_000.0))
+            shared["attention"] = gguf_layers(fields, local, full, 3, full_first=True)
+        return shared | {"encoder": shared["encoder"]._replace(norm_bias=False, head_bias=False)}
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:

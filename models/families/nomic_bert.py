@@ -8,8 +8,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, rotated_fields
+from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, gguf_encoder_fields, rotated_fields
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
@@ -44,6 +45,7 @@ _EARLIER_ONLY = {
 class NomicBertModel(NamedEncoder):
     """Post-norm encoder with rope and gated MLPs, with a dense layer, tanh and scores of labels if it classifies."""
 
+    gguf_architecture: ClassVar[str | None] = "nomic-bert"
     names: ClassVar[EncoderNames] = EncoderNames(
         layer=LAYER,
         qkv=("attn.Wqkv",),
@@ -77,6 +79,10 @@ class NomicBertModel(NamedEncoder):
             hidden_act="silu",
         )
         return rotated_fields(fields, types=2, bias=False)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_encoder_fields(gguf, activation="silu", bias=False, rotates=True)
 
     def make_mlp(self, build: Build) -> nnx.Module:
         size, ffn = self.config.hidden_size, self.config.intermediate_size

@@ -17,8 +17,9 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import gguf_experts
 from jaxengine.models.families.declared import DeclaredForCausalLM
-from jaxengine.models.families.declared_row import Row
+from jaxengine.models.families.declared_row import GGUFRow, Row
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts, PickedExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
@@ -96,9 +97,20 @@ def _read_experts(fields: ConfigFields) -> ExpertsConfig:
     return experts
 
 
+def _gguf_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Return the ExpertsConfig of a GGUF file. It does not say `router_jitter_noise`, which is 0.01 in all published
+    models. Raises ModelConfigError for wrong fields and a number of experts per token other than 2.
+    """
+    experts = gguf_experts(fields, norm_weights=True, router_jitter_noise=0.01)
+    if experts.num_per_token != 2:
+        raise fields.fail("expert_used_count", "2")
+    return experts
+
+
 class PhiMoEForCausalLM(DeclaredForCausalLM):
     """Llama with layer norms, experts in every layer, and in some checkpoints biases."""
 
+    gguf_architecture: ClassVar[str | None] = "phimoe"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         stacked_experts=StackedExperts(modules=(NAMES.gate, NAMES.up, NAMES.down)),
         parts=((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")),
@@ -116,6 +128,9 @@ class PhiMoEForCausalLM(DeclaredForCausalLM):
         choose=lambda fields, form: replace(form, head_bias=fields.boolean("lm_head_bias")),
         each_layer=_windowed,
         experts=_read_experts,
+        gguf=GGUFRow(
+            "phimoe", bias=True, choose=lambda gguf, form: replace(form, head_bias=True), experts=_gguf_experts
+        ),
     )
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:

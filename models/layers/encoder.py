@@ -19,6 +19,7 @@ from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import MAX_VOCAB, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, Classifier, TokenHead
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import Activation, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.forward_batch import ForwardBatch
@@ -98,6 +99,35 @@ def rotated_fields(fields: ConfigFields, *, types: int, rope: Rope | None = None
     encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
     rope = rope or read_rope(fields, read_head_dim(fields))
     return encoder_fields(fields, encoder, rope=rope, bias=bias, activation=HIDDEN_ACT, eps="layer_norm_eps")
+
+
+def gguf_encoder_fields(
+    gguf: GGUFConfig,
+    *,
+    activation: str,
+    bias: bool,
+    positions: bool = False,
+    rotates: bool = False,
+    gated: bool = False,
+) -> dict[str, Any]:
+    """Return the keyword arguments of ModelConfig, except the architecture, that encoders share from a GGUF file.
+
+    activation, gated: those of EncoderConfig, which no metadata say. bias: whether attention's projections usually have
+    biases. positions: whether there is a table of positions, with context_length rows. rotates: whether layers have
+    rope. Raises ModelConfigError for wrong fields, and for a file whose tokens see earlier ones alone.
+    """
+    general, fields = ConfigFields(gguf.metadata), gguf.fields
+    if fields.boolean("attention.causal", False):
+        raise fields.fail("attention.causal", "false or absent")
+    shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", causal=False, bias=bias, output_bias=bias)
+    if not rotates:
+        shared["attention"] = tuple(replace(layer, rope=None) for layer in shared["attention"])
+    types = general.integer("tokenizer.ggml.token_type_count", 1) if "token_types" in gguf.stored else 0
+    if types > (most := MAX_VOCAB // shared["vocab_size"]):
+        raise general.fail("tokenizer.ggml.token_type_count", f"at most {most}")
+    rows = shared["max_position_embeddings"] if positions else 0
+    encoder = EncoderConfig(activation, num_token_types=types, num_positions=rows, gated=gated)
+    return shared | {"vocab_size": shared["vocab_size"] * max(1, types), "encoder": encoder}
 
 
 class EncoderEmbeddings(nnx.Module):

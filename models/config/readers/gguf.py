@@ -21,9 +21,11 @@ from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, n
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 OLMO3 = "olmo2 with windows"
+EMBEDDING_GEMMA = "gemma-embedding"
 # Architectures whose files are read as those of others. Of models that see, they have the text part, whose tokens have
 # equal positions in all sections of rope; of InternLM 2, queries, keys and values apart.
 READ_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama"}
+READ_AS |= {EMBEDDING_GEMMA: "gemma3"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
@@ -75,13 +77,13 @@ class GGUFConfig(NamedTuple):
       metadata: the file's key-values.
       tie_word_embeddings: whether the file lacks an output head.
       rope_factors: content of its tensors that scale rope.
-      qk_norm: whether it has weights of norms of q and k, for families where only some models do.
+      stored: llama.cpp's names of its modules with weights, of layers without the layer's number, such as attn_q_norm.
     """
 
     metadata: Mapping[str, Any]
     tie_word_embeddings: bool
     rope_factors: RopeFactors
-    qk_norm: bool = False
+    stored: Collection[str] = ()
 
     @property
     def fields(self) -> ConfigFields:
@@ -179,19 +181,21 @@ def as_array(value: Any) -> np.ndarray:
         return np.asarray(None)
 
 
-def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
-    """Return whether each layer has the sliding window, as `attention.sliding_window_pattern` lists. If it is a number
-    n, all but every n-th layer have it, or all for 0; without the field, n is `full_every`. Raises ModelConfigError
-    unless the list has a boolean for each layer, and for other values.
+def gguf_sliding(fields: ConfigFields, full_every: int, *, full_first: bool = False) -> tuple[bool, ...]:
+    """Return whether each layer that is read has the sliding window, as `attention.sliding_window_pattern` lists; the
+    list may have the layers that predict further tokens, too. If it is a number n, all but every n-th layer have it, or
+    all for 0; without the field, n is `full_every`. Every n-th layer is the last of n or, with `full_first`, the first.
+    Raises ModelConfigError unless the list has a boolean for each layer, and for other values.
     """
-    num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
+    count, name = fields.integer("block_count"), "attention.sliding_window_pattern"
+    num_layers = max(count - fields.integer("nextn_predict_layers", 0, minimum=0), 0)
     listed = as_array(fields.value(name, full_every))
-    if listed.dtype == np.bool_ and listed.shape == (num_layers,):
-        return tuple(listed.tolist())
+    if listed.dtype == np.bool_ and listed.shape in ((num_layers,), (count,)):
+        return tuple(listed.tolist())[:num_layers]
     if listed.dtype.kind not in "iu" or listed.shape != () or listed < 0:
         raise fields.fail(name, f"true or false for each of {num_layers} layers, or an integer >= 0")
     every = int(listed)
-    return tuple(every == 0 or (layer + 1) % every > 0 for layer in range(num_layers))
+    return tuple(every == 0 or (layer + (not full_first)) % every > 0 for layer in range(num_layers))
 
 
 def gguf_of_layers(fields: ConfigFields, name: str, minimum: int = 1) -> tuple[int, ...]:
@@ -206,7 +210,7 @@ def gguf_of_layers(fields: ConfigFields, name: str, minimum: int = 1) -> tuple[i
 
 
 def gguf_layers(
-    fields: ConfigFields, windowed: LayerAttention, full: LayerAttention, full_every: int
+    fields: ConfigFields, windowed: LayerAttention, full: LayerAttention, full_every: int, *, full_first: bool = False
 ) -> tuple[LayerAttention, ...]:
     """Return the attention of each layer: `windowed`, with the base of rope in `rope.freq_base_swa` if there is one, or
     `full`, as `gguf_sliding` says. Raises ModelConfigError for wrong values of either field.
@@ -214,7 +218,7 @@ def gguf_layers(
     if windowed.rope is not None:
         theta = fields.number("rope.freq_base_swa", windowed.rope.theta)
         windowed = replace(windowed, rope=replace(windowed.rope, theta=theta))
-    return tuple(windowed if slides else full for slides in gguf_sliding(fields, full_every))
+    return tuple(windowed if slides else full for slides in gguf_sliding(fields, full_every, full_first=full_first))
 
 
 def gguf_experts(

@@ -38,6 +38,7 @@ MAX_EXPERTS = 4096
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 # A bias of a layer.
 _BIAS = re.compile(r"blk\.[0-9]+\.([a-z_]+)\.bias")
+_WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+)\.weight")
 _HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 
 
@@ -61,7 +62,7 @@ class GGUFFile:
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
       architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
       biased: llama.cpp's names of layers' matrices that have a bias in any layer, such as attn_q.
-      qk_norm: whether any layer has weights of a norm of queries.
+      stored: llama.cpp's names of modules with weights, of layers without the layer's number, such as attn_q_norm.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, or of another architecture.
     Several threads may read at once. It is a context manager, and `close` may be called twice.
@@ -89,7 +90,7 @@ class GGUFFile:
             orders = arrangements(self.architecture, self._positive)
             self._arranged = arrange(self.path, self._tensors, self._factors, orders)
             self.biased = frozenset(match[1] for info in tensors if (match := _BIAS.fullmatch(info.name)))
-            self.qk_norm = any(info.name.endswith(".attn_q_norm.weight") for info in tensors)
+            self.stored = frozenset(match[1] for info in tensors if (match := _WEIGHT.fullmatch(info.name)))
             self._kept: dict[str, tuple[str, str]] = {}
         except BaseException as error:
             self.close()

@@ -118,6 +118,21 @@ _GEMMA4 = {
     "ffn_gate_inp": "router.proj",
     **{f"ffn_{part}_exps": f"experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
 }
+_BERT = {
+    **{f"attn_{part[0]}": f"attention.self.{part}" for part in ("query", "key", "value")},
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+_BERT_TABLES = {
+    "token_embd": "model.embeddings.word_embeddings",
+    "token_types": "model.embeddings.token_type_embeddings",
+    "position_embd": "model.embeddings.position_embeddings",
+    "token_embd_norm": "model.embeddings.LayerNorm",
+}
+_BERT_LAYERS = "model.encoder.layer"
 
 
 class GGUFLayout(NamedTuple):
@@ -133,6 +148,8 @@ class GGUFLayout(NamedTuple):
       bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
       rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
       factors: checkpoint names of a layer's `.scale` tensors that are weights of their own, by llama.cpp's name.
+      layers: what the checkpoint names of a layer's modules begin with, before its number.
+      tables: checkpoint modules outside of layers, by llama.cpp's name, where they differ from _GLOBAL.
     """
 
     parts: Mapping[str, str] = _NONE
@@ -142,6 +159,8 @@ class GGUFLayout(NamedTuple):
     bare: Mapping[str, str] = _NONE
     rows: frozenset[str] = frozenset()
     factors: Mapping[str, str] = _NONE
+    layers: str = "model.layers"
+    tables: Mapping[str, str] = _NONE
 
     def canonical_name(self, name: str) -> str:
         """Return the checkpoint's name of a file's tensor: `blk.3.attn_q.weight` becomes
@@ -150,16 +169,17 @@ class GGUFLayout(NamedTuple):
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
             if kind == "scale" and part in self.factors:
-                return f"model.layers.{layer}.{self.factors[part]}"
+                return f"{self.layers}.{layer}.{self.factors[part]}"
             if part in self.bare:
-                return f"model.layers.{layer}.{self.bare[part]}"
+                return f"{self.layers}.{layer}.{self.bare[part]}"
             if kind is None:
                 return name
             module = self.parts.get(part) or _LAYER.get(part) or (part if part.startswith("nextn.") else None)
-            return name if module is None else f"model.layers.{layer}.{module}.{kind}"
+            return name if module is None else f"{self.layers}.{layer}.{module}.{kind}"
         if match := _GLOBAL_TENSOR.fullmatch(name):
             part, kind = match.groups()
-            return f"{_GLOBAL[part]}.{kind}" if part in _GLOBAL else name
+            module = self.tables.get(part) or _GLOBAL.get(part)
+            return name if module is None else f"{module}.{kind}"
         return name
 
     def canonical_names(self, name: str) -> tuple[str, ...]:
@@ -220,6 +240,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
         factors={"ffn_gate_inp": "router.scale", "ffn_down_exps": "router.per_expert_scale"},
     ),
     "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
+    "gemma-embedding": GGUFLayout(_GEMMA, norm_offset=1.0),
     "gemma3n": GGUFLayout(_GEMMA3N, bare={"altup_correct_scale": "altup.correct_output_scale"}),
     "olmo2": GGUFLayout(_POST_NORMS),
     "smollm3": GGUFLayout(permuted=True),
@@ -236,7 +257,65 @@ LAYOUTS: dict[str, GGUFLayout] = {
     ),
     "glm4moe": GGUFLayout({"post_attention_norm": "post_attention_layernorm", **_SHARED}, bare=_CORRECTION),
     "ernie4_5": GGUFLayout(),
+    "ernie4_5-moe": GGUFLayout(
+        _SHARED,
+        bare={"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
+        rows=frozenset(("exp_probs_b",)),
+    ),
+    "exaone-moe": GGUFLayout(_SHARED, bare={"exp_probs_b": "mlp.e_score_correction_bias"}),
+    "bailingmoe2": GGUFLayout(
+        {
+            **_SHARED,
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "attn_q_norm": "attention.query_layernorm",
+            "attn_k_norm": "attention.key_layernorm",
+        },
+        bare={"exp_probs_b": "mlp.gate.expert_bias"},
+    ),
+    "phimoe": GGUFLayout(_MIXTRAL),
+    "stablelm": GGUFLayout({f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{expert}}" for part in "qk"}),
     "hunyuan-dense": GGUFLayout(_HUNYUAN),
+    "bert": GGUFLayout(_BERT, layers=_BERT_LAYERS, tables=_BERT_TABLES),
+    "nomic-bert": GGUFLayout(
+        {
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "attn_output_norm": "norm1",
+            "ffn_up": "mlp.fc11",
+            "ffn_gate": "mlp.fc12",
+            "ffn_down": "mlp.fc2",
+            "layer_output_norm": "norm2",
+        },
+        layers="model.encoder.layers",
+        tables={**_BERT_TABLES, "token_embd_norm": "model.emb_ln"},
+    ),
+    "modern-bert": GGUFLayout(
+        {
+            "attn_norm": "attn_norm",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.Wo",
+            "ffn_norm": "mlp_norm",
+            "ffn_up": "mlp.Wi",
+            "ffn_down": "mlp.Wo",
+        },
+        tables={
+            "token_embd": "model.embeddings.tok_embeddings",
+            "token_embd_norm": "model.embeddings.norm",
+            "output_norm": "model.final_norm",
+        },
+    ),
+    "jina-bert-v2": GGUFLayout(
+        {
+            **_BERT,
+            "ffn_gate": "mlp.gated_layers_w",
+            "ffn_up": "mlp.gated_layers",
+            "ffn_down": "mlp.wo",
+            "layer_output_norm": "mlp.layernorm",
+        },
+        layers=_BERT_LAYERS,
+        tables=_BERT_TABLES,
+    ),
     "gpt2": GGUFLayout(
         {
             "attn_norm": "ln_1",

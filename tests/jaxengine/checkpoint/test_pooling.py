@@ -361,14 +361,21 @@ def test_tokens_that_stand_for_labels_are_refused_for_encoders(encoder_folder, n
 
 
 def test_gguf_files_say_a_pooling_type():
-    def read(kind, **options):
-        metadata = {"general.architecture": "qwen3"} | ({} if kind is None else {"qwen3.pooling_type": kind})
+    def read(kind, architecture="qwen3", **options):
+        metadata = {"general.architecture": architecture}
+        metadata |= {} if kind is None else {f"{architecture}.pooling_type": kind}
         return pooling_of_gguf(metadata, EngineConfig(**options))
 
     assert read(None) is None and read(0) is None
     assert [read(kind).pooler.pooling_type for kind in (1, 2, 3)] == [MEAN, CLS, LAST]
     assert read(None, runner="pooling").pooler.pooling_type == LAST
     assert read(3, runner="generate") is None
+    for encoder, usual in (("bert", CLS), ("nomic-bert", MEAN), ("gemma-embedding", MEAN)):
+        assert [read(kind, encoder).pooler.pooling_type for kind in (None, 0, 3)] == [usual, usual, LAST]
+    with pytest.raises(ConfigError, match="a GGUF file has no output head"):
+        read(1, "bert", runner="generate")
+    with pytest.raises(ModelConfigError, match=re.escape("bert.pooling_type must be 0 to 3: rerankers are not read")):
+        read(4, "bert")
     with pytest.raises(ConfigError, match="rerankers are not read from GGUF files"):
         read(np.uint32(4), runner="pooling")
     for kind in ("mean", [1], True, -1):

@@ -95,6 +95,8 @@ def test_text_parts_of_models_that_see():
     plain = {"attention__sliding_window": None}
     sections = {**plain, "rope__dimension_sections": np.array([6, 5, 5, 0])}
     for architecture, text in READ_AS.items():
+        if architecture == "gemma-embedding":  # its tokens see each other
+            continue
         own = EXPERTS if "moe" in text else {}
         assert read(architecture, **sections, **own) == read(text, **plain, **own)
 
@@ -119,8 +121,23 @@ def test_gemma3n():
     assert config.layer_input_size == 256 and config.logit_soft_cap == 30.0
 
 
+def test_a_pattern_may_leave_out_a_layer_that_predicts_further_tokens():
+    pattern = {"attention__sliding_window_pattern": np.array([True, False] * 4)}
+    layers, config = read("exaone-moe", block_count=9, nextn_predict_layers=1, **EXPERTS, **pattern)
+    assert layers == [(100, FULL), (None, None)] * 4 and config.experts.scoring_func == "sigmoid"
+    assert read("exaone-moe", **EXPERTS, attention__sliding_window=None)[0] == [(None, FULL)] * 8
+
+
+def test_windows_of_encoders():
+    layers, config = read("modern-bert")
+    assert layers == ([(None, FULL)] + [(51, LOCAL)] * 2) * 2 + [(None, FULL), (51, LOCAL)] and not config.is_causal
+    assert read("modern-bert", attention__sliding_window=None)[0] == [(None, FULL)] * 8
+    layers, config = read("gemma-embedding", attention__layer_norm_epsilon=None)
+    assert layers[4:7] == [(51, LOCAL), (None, FULL), (51, LOCAL)] and not config.is_causal
+
+
 def test_a_layer_that_predicts_further_tokens_is_left_unread():
-    for architecture, changes in (("glm4", {}), ("glm4moe", EXPERTS)):
+    for architecture, changes in (("glm4", {}), ("glm4moe", EXPERTS), ("bailingmoe2", EXPERTS)):
         layers, config = read(architecture, attention__sliding_window=None, nextn_predict_layers=1, **changes)
         assert len(layers) == 7 and config.unread == ("model.layers.7.",)
     named = LAYOUTS["glm4"].canonical_name("blk.7.nextn.eh_proj.weight")
@@ -158,6 +175,24 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
             "qwen3next.ssm.inner_size must be a multiple of ssm.time_step_rank, 6, got 8",
         ),
         ("qwen35", {"attention.recurrent_layers": [True, 2]}, "must be true or false for each of 8 layers"),
+        ("command-r", {"attention.sliding_window": None}, "command-r.logit_scale is missing"),
+        ("command-r", {"logit_scale": "x"}, "command-r.logit_scale must be a finite number"),
+        ("ernie4_5-moe", EXPERTS, "ernie4_5-moe.interleave_moe_layer_step is missing"),
+        ("ernie4_5-moe", {**EXPERTS, "expert_gating_func": 2}, r"expert_gating_func must be 1 \(softmax\) or absent"),
+        ("exaone-moe", {**EXPERTS, "expert_gating_func": 1}, r"expert_gating_func must be 2 \(sigmoid\) or absent"),
+        ("bailingmoe2", {**EXPERTS, "expert_used_count": None}, "bailingmoe2.expert_used_count is missing"),
+        ("phimoe", {**EXPERTS, "expert_used_count": 3}, "phimoe.expert_used_count must be 2, got 3"),
+        ("stablelm", {"attention.layer_norm_epsilon": "x"}, "stablelm.attention.layer_norm_epsilon must be"),
+        ("bert", {"attention.layer_norm_epsilon": None}, "bert.attention.layer_norm_epsilon is missing"),
+        ("nomic-bert", {"attention.causal": True}, "nomic-bert.attention.causal must be false or absent, got True"),
+        ("jina-bert-v2", {"attention.causal": 1}, "jina-bert-v2.attention.causal must be"),
+        ("modern-bert", {"hidden_act": "step"}, "modern-bert.hidden_act must be one of"),
+        (
+            "modern-bert",
+            {"attention.sliding_window": "wide"},
+            "modern-bert.attention.sliding_window must be an integer",
+        ),
+        ("gemma-embedding", {"dense_2_feat_in": 64}, "gemma-embedding.dense_2_feat_in must be absent"),
         ("gemma2", {"attention.sliding_window_pattern": -1}, "must be true or false .* or an integer >= 0, got -1"),
         ("exaone4", {"attention.sliding_window_pattern": [[True], [True, False]]}, "must be true or false for each"),
     ],

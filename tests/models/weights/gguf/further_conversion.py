@@ -13,11 +13,17 @@ import numpy as np
 
 from tests.models.weights.gguf import gguf_conversion as first
 from tests.models.weights.gguf.gguf_conversion import NAMES, POST_NORMS, tensor
-from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, U32, Tensor, Value, gguf_bytes
+from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, STRING, U32, Tensor, Value, gguf_bytes
 
 ARCHITECTURES = {
     "Gemma3nForCausalLM": "gemma3n",
     "Glm4MoeForCausalLM": "glm4moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "ExaoneMoeForCausalLM": "exaone-moe",
+    "BailingMoeV2ForCausalLM": "bailingmoe2",
+    "PhiMoEForCausalLM": "phimoe",
+    "CohereForCausalLM": "command-r",
+    "StableLmForCausalLM": "stablelm",
 }
 PARTS = ("gate", "up", "down")
 SHARED = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in PARTS}
@@ -41,11 +47,91 @@ OWN_NAMES: dict[str, Mapping[str, str]] = {
         "model.per_layer_projection_norm": "per_layer_proj_norm",
     },
     "glm4moe": {"post_attention_layernorm": "post_attention_norm", **SHARED},
+    **dict.fromkeys(["ernie4_5-moe", "exaone-moe"], SHARED),
+    "bailingmoe2": {
+        **SHARED,
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "attention.query_layernorm": "attn_q_norm",
+        "attention.key_layernorm": "attn_k_norm",
+    },
 }
+_BERT = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
+# By model_type: the architecture, and the names of modules that differ from BERT's.
+ENCODERS: dict[str, tuple[str, Mapping[str, str]]] = {
+    "bert": ("bert", {}),
+    "distilbert": (
+        "bert",
+        {
+            **{f"attention.{part}_lin": f"attn_{part}" for part in "qkv"},
+            "attention.out_lin": "attn_output",
+            "sa_layer_norm": "attn_output_norm",
+            "ffn.lin1": "ffn_up",
+            "ffn.lin2": "ffn_down",
+            "output_layer_norm": "layer_output_norm",
+        },
+    ),
+    "nomic_bert": (
+        "nomic-bert",
+        {
+            "emb_ln": "token_embd_norm",
+            "attn.Wqkv": "attn_qkv",
+            "attn.out_proj": "attn_output",
+            "mlp.fc11": "ffn_up",
+            "mlp.fc12": "ffn_gate",
+            "mlp.fc2": "ffn_down",
+            "norm1": "attn_output_norm",
+            "norm2": "layer_output_norm",
+        },
+    ),
+    "modernbert": (
+        "modern-bert",
+        {
+            "embeddings.tok_embeddings": "token_embd",
+            "embeddings.norm": "token_embd_norm",
+            "final_norm": "output_norm",
+            "attn_norm": "attn_norm",
+            "attn.Wqkv": "attn_qkv",
+            "attn.Wo": "attn_output",
+            "mlp_norm": "ffn_norm",
+            "mlp.Wi": "ffn_up",
+            "mlp.Wo": "ffn_down",
+        },
+    ),
+    "jina": (
+        "jina-bert-v2",
+        {"mlp.gated_layers": "ffn_up", "mlp.wo": "ffn_down", "mlp.layernorm": "layer_output_norm"},
+    ),
+    "gemma3_text": (
+        "gemma-embedding",
+        {
+            **POST_NORMS,
+            "pre_feedforward_layernorm": "ffn_norm",
+            "embed_tokens": "token_embd",
+            "norm": "output_norm",
+        },
+    ),
+}
+_ENCODER_LAYER = re.compile(r"(?:(?:encoder|transformer)\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
+_UNWRITTEN = ("pooler.", "cls.", "head.", "decoder.", "classifier.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.([a-z_0-9]+)\.weight")
 _STACKED = {"model.altup_projections": "altup_proj", "model.altup_unembed_projections": "altup_unembd_proj"}
-_CORRECTION = re.compile(r"model\.layers\.(\d+)\.(mlp\.gate\.e_score_correction_bias)")
+_CORRECTION = re.compile(r"model\.layers\.(\d+)\.mlp\.(?:(?:gate|moe_statics)\.)?(?:e_score_correction|expert)_bias")
+_HEAD_NORM = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight")
 
 
 def converted(
@@ -55,7 +141,7 @@ def converted(
 ) -> bytes:
     """As gguf_conversion.converted."""
     architecture = ARCHITECTURES[config["architectures"][0]]
-    names = {**NAMES, **OWN_NAMES[architecture]}
+    names = {**NAMES, **OWN_NAMES.get(architecture, {})}
     written: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
@@ -69,7 +155,10 @@ def converted(
         elif group in _STACKED:
             stacks.setdefault(f"{_STACKED[group]}.weight", {})[int(number)] = values
         elif match := _CORRECTION.fullmatch(name):
-            written[f"blk.{match[1]}.exp_probs_b.bias"] = values
+            written[f"blk.{match[1]}.exp_probs_b.bias"] = values.squeeze()
+        elif match := _HEAD_NORM.fullmatch(name):  # StableLMModel._stack_qk_norm
+            layer, part, head = match.groups()
+            stacks.setdefault(f"blk.{layer}.attn_{part}_norm.weight", {})[int(head)] = values
         elif match := _LAYER.fullmatch(name):
             layer, part, kind = match.groups()
             written[f"blk.{layer}.{names[part]}.{kind}"] = values.squeeze()
@@ -77,6 +166,79 @@ def converted(
             written[f"{names[module]}.{kind}"] = values
     written |= {name: np.stack([each[number] for number in sorted(each)]) for name, each in stacks.items()}
     return gguf_bytes(metadata(architecture, config), [store(name, values) for name, values in written.items()])
+
+
+def converted_encoder(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, split: bool = False) -> bytes:
+    """The file of an encoder with this config.json and these tensors, named as without a prefix.
+
+    split: whether JinaBERT's joined matrix of gate and up is written as two, as converters once did.
+    """
+    architecture, own = ENCODERS["jina" if "feed_forward_type" in config else config["model_type"]]
+    names, written = {**NAMES, **_BERT, **own}, dict[str, np.ndarray]()
+    for name, values in tensors.items():
+        if name.startswith(_UNWRITTEN):
+            continue
+        if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if match := _ENCODER_LAYER.fullmatch(name):
+            layer, part, kind = match.groups()
+            parts = [(names[part], values)]
+            if split and part == "mlp.gated_layers":
+                parts = list(zip(("ffn_gate", "ffn_up"), np.split(values, 2), strict=True))
+            written |= {f"blk.{layer}.{each}.{kind}": half for each, half in parts}
+        else:
+            module, _, kind = name.rpartition(".")
+            written[f"{names[module]}.{kind}"] = values
+    about = _encoder_metadata(architecture, config)
+    return gguf_bytes(about, [tensor(name, values) for name, values in written.items()])
+
+
+def _encoder_metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Value]:
+    def named(*names: str) -> Any:
+        return next((config[name] for name in names if name in config), None)
+
+    heads = named("num_attention_heads", "n_heads")
+    rope = config.get("rope_parameters") or {}
+    own: dict[str, Value] = {
+        "block_count": (U32, named("num_hidden_layers", "n_layers")),
+        "context_length": (U32, config["max_position_embeddings"]),
+        "embedding_length": (U32, named("hidden_size", "dim")),
+        "feed_forward_length": (U32, named("hidden_dim", "intermediate_size")),
+        "attention.head_count": (U32, heads),
+        "attention.causal": (BOOL, False),
+        "pooling_type": (U32, 1),
+    }
+    if architecture == "gemma-embedding":
+        own |= {f"attention.{kind}_length": (U32, config["head_dim"]) for kind in ("key", "value")}
+        own |= {
+            "attention.head_count_kv": (U32, config["num_key_value_heads"]),
+            "attention.layer_norm_rms_epsilon": (F32, 1e-6),
+            "attention.sliding_window": (U32, config["sliding_window"]),
+            "attention.sliding_window_pattern": (U32, 2),
+            "rope.freq_base": (F32, 1e6),
+        }
+        del own["attention.causal"]
+    else:
+        own["attention.layer_norm_epsilon"] = (F32, config.get("layer_norm_eps", config.get("norm_eps", 1e-12)))
+    if architecture == "modern-bert":
+        own |= {
+            "attention.layer_norm_epsilon": (F32, 1e-5),
+            "attention.sliding_window": (U32, config["local_attention"]),
+            "attention.sliding_window_pattern": (U32, config["global_attn_every_n_layers"]),
+            "rope.freq_base": (F32, 160_000.0),
+            "rope.freq_base_swa": (F32, 10_000.0),
+            "hidden_act": (STRING, config.get("hidden_activation", "gelu")),
+        }
+    if "rope_theta" in rope:
+        own["rope.freq_base"] = (F32, rope["rope_theta"])
+    return {
+        "general.architecture": (STRING, architecture),
+        **{f"{architecture}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.tokens": (ARRAY, (STRING, [str(token) for token in range(config["vocab_size"])])),
+        "tokenizer.ggml.token_type_count": (U32, config.get("type_vocab_size", 1)),
+        "tokenizer.ggml.bos_token_id": (U32, 1),
+        "tokenizer.ggml.eos_token_id": (U32, 2),
+    }
 
 
 def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Value]:
@@ -127,4 +289,41 @@ def _glm4moe(config: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
-_OWN_METADATA = {"gemma3n": _gemma3n, "glm4moe": _glm4moe}
+def _ernie(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_experts(config),
+        "interleave_moe_layer_step": (U32, config["moe_layer_interval"]),
+        "leading_dense_block_count": (U32, config["moe_layer_start_index"]),
+        "expert_shared_count": (U32, config["moe_num_shared_experts"]),
+    }
+
+
+def _sigmoid(config: Mapping[str, Any]) -> dict[str, Value]:
+    """ExaoneMoEModel and BailingMoeV2Model."""
+    own: dict[str, Value] = {
+        **_experts(config),
+        "expert_shared_count": (U32, config["num_shared_experts"]),
+        "expert_gating_func": (U32, 2),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "expert_weights_norm": (BOOL, config["norm_topk_prob"]),
+        "leading_dense_block_count": (U32, config["first_k_dense_replace"]),
+    }
+    if "layer_types" in config:
+        sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+        own["attention.sliding_window"] = (U32, config["sliding_window"])
+        own["attention.sliding_window_pattern"] = (ARRAY, (BOOL, sliding))
+    return own
+
+
+_OWN_METADATA = {
+    "gemma3n": _gemma3n,
+    "glm4moe": _glm4moe,
+    "ernie4_5-moe": _ernie,
+    **dict.fromkeys(["exaone-moe", "bailingmoe2"], _sigmoid),
+    "phimoe": _experts,
+    "command-r": lambda config: {
+        "logit_scale": (F32, config["logit_scale"]),
+        "rope.scaling.type": (STRING, "none"),
+    },
+    "stablelm": lambda config: {"use_parallel_residual": (BOOL, config["use_parallel_residual"])},
+}

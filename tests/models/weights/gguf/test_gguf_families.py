@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
@@ -16,7 +18,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.readers.gguf import READ_AS
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared import DeclaredForCausalLM
-from jaxengine.models.model_classes import MODELS
+from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.source import CheckpointNames, WeightSource
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -25,6 +27,7 @@ from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.views.renamed import RenamedSource
 from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
+from tests.fixtures.encoder_models import make_encoder
 from tests.models.families.test_golden import assert_close, padded
 from tests.models.weights.gguf import further_conversion, gguf_conversion
 from tests.models.weights.gguf.gguf_states_conversion import STATES, converted_states
@@ -100,6 +103,16 @@ CASES |= {
     "gemma3n": {"altup_correct_scale": True, "laurel_rank": 64, "vocab_size_per_layer_input": 128},
     "glm4_moe": {"num_nextn_predict_layers": 0},  # recorded without the layer that files have in addition
     "glm4_moe_plain": {"num_nextn_predict_layers": 0},
+    "ernie4_5_moe": {"num_hidden_layers": 2, "moe_norm_min": 1e-12},
+    "ernie4_5_moe_tied": {},
+    "exaone_moe": {},
+    "exaone_moe_short": {"rope_parameters": DEFAULT_ROPE},
+    "bailing_moe": {},
+    "phimoe": {"router_jitter_noise": 0.01},
+    "cohere": {},
+    "cohere_untied": {"rope_parameters": DEFAULT_ROPE},
+    "stablelm": {},
+    "stablelm_norms": {},
 }
 # Tensors of sizes that llama.cpp fixes, and a table that its converter fills up.
 RESIZED = {
@@ -135,6 +148,8 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     tensors = {tensor: source.read(tensor) for tensor in source.names()}
     source.close()
     resized = {tensor: shape for tensor in tensors for end, shape in RESIZED.items() if tensor.endswith(end)}
+    if name == "ernie4_5_moe":  # of whose layers the last has no experts
+        tensors = {tensor: values for tensor, values in tensors.items() if ".layers.2." not in tensor}
     if name == "gemma3n":
         tensors |= {tensor: draw(tensor, shape) for tensor, shape in resized.items()}
     if name in CHANGED_WEIGHTS:  # layers that were dense have experts
@@ -241,6 +256,42 @@ def check_logits(source, golden, paged_run):
         assert_close(logits, golden.logits[index])
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "distilbert", "nomic", "modernbert", "modernbert_masked", "jina_v2", "jina_v2 split"]
+    + ["embedding_gemma"],
+)
+def test_an_encoder_and_its_weights(tmp_path, name):
+    folder = make_encoder(tmp_path / "folder", name.split()[0])
+    config = json.loads((folder / "config.json").read_bytes())
+    if name == "embedding_gemma":  # the format cannot say another scale
+        config["query_pre_attn_scalar"] = config["head_dim"]
+        (folder / "config.json").write_text(json.dumps(config))
+    prefix = "" if not name.endswith("masked") else "model."
+    tensors = {key.removeprefix(prefix): values for key, values in load_file(folder / "model.safetensors").items()}
+    file = further_conversion.converted_encoder(config, tensors, split="split" in name)
+    (path := tmp_path / "model.gguf").write_bytes(file)
+    engines = [EngineConfig(model=str(place), runner="pooling", skip_tokenizer_init=True) for place in (folder, path)]
+    expected, found = (open_model(each) for each in engines)
+    assert found.pooling is not None and expected.pooling is not None
+    assert found.pooling.token_rows == expected.pooling.token_rows
+    # Which ends of prompts and biases of MLPs an encoder has is of no matter, or its class says it.
+    same: dict[str, Any] = {"architecture": "", "pooler": None, "eos_token_ids": (), "bos_token_id": None}
+    same["mlp_bias"] = expected.config.mlp_bias
+    if "split" in name:
+        same["encoder"] = expected.config.encoder
+    shapes = [dataclasses.replace(source.config, **same) for source in (found, expected)]
+    assert exactly(shapes[0]) == approximately(shapes[1])
+    loaded = [load_params(build_model(source.config, Build("float32")), source.weights) for source in (found, expected)]
+    states = [dict(nnx.to_flat_state(state)) for state in loaded]
+    # Dense modules are files of their own, which a GGUF file lacks.
+    assert states[0].keys() == {key for key in states[1] if key[0] != "dense"}
+    for key, values in states[0].items():
+        np.testing.assert_allclose(values[...], states[1][key][...], rtol=0, atol=2e-7, err_msg=str(key))
+    for source in (found, expected):
+        source.close()
+
+
 def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
     """Rows of heads in files of GLM-4.1V and GLM-OCR, which say how many pairs rotate by each of three positions, are
     in the order that the converter's Glm4Model.normal_to_neox gives those that rotate.
@@ -288,7 +339,7 @@ def test_internlm2(tmp_path, recorded, paged_run):
 
 
 def test_every_layout_has_a_family_and_a_case():
-    families = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture}
+    families = {model.gguf_architecture for model in (*MODELS.values(), *ENCODERS.values()) if model.gguf_architecture}
     assert {family.partition(" ")[0] for family in families} == set(LAYOUTS) - set(READ_AS)
     others = [(LAYOUTS[name], LAYOUTS[other]) for name, other in READ_AS.items()]
     assert all(own.permuted == other.permuted for own, other in others)
@@ -296,4 +347,7 @@ def test_every_layout_has_a_family_and_a_case():
     changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
-    assert {(ARCHITECTURES | STATES)[case] for case in cases} | {"llama", "qwen2", "qwen3", *READ_AS} == set(LAYOUTS)
+    encoders = {architecture for architecture, _ in further_conversion.ENCODERS.values()}
+    assert {(ARCHITECTURES | STATES)[case] for case in cases} | {"llama", "qwen2", "qwen3", *READ_AS} | encoders == set(
+        LAYOUTS
+    )
