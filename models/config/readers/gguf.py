@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.attention import LayerAttention, LayerState
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.config.state import SelectiveScan, StateSpace
 from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, named_turn_ends
 
 MIXTRAL = "llama with experts"
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 OLMO3 = "olmo2 with windows"
+# Architectures that the family of another reads.
+ALIASES = {"nemotron_h_moe": "nemotron_h"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
@@ -39,9 +42,10 @@ def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
 
     It is the file's architecture, with these exceptions: MIXTRAL for llama with experts, OLMO3 for olmo2 with windows,
-    and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that do not say it and
-    have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises ModelConfigError if the
-    architecture is missing, and if the number of experts or the gating function is not an integer in its limits.
+    those of ALIASES, and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that do
+    not say it and have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises
+    ModelConfigError if the architecture is missing, and if the number of experts or the gating function is not an
+    integer in its limits.
     """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
@@ -51,7 +55,7 @@ def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     if architecture == "olmo2" and fields.integer("attention.sliding_window", 0, minimum=0):
         return OLMO3
     has_experts = fields.integer("expert_count", 0, minimum=0) > 0
-    return MIXTRAL if architecture == "llama" and has_experts else architecture
+    return MIXTRAL if architecture == "llama" and has_experts else ALIASES.get(architecture, architecture)
 
 
 class RopeFactors(NamedTuple):
@@ -149,8 +153,8 @@ def gguf_fields(
 
 
 def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dict[str, Any]:
-    """Return arguments of ModelConfig, `shape`, with the biases of attention and MLPs that a file has: no metadata say
-    it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
+    """Return arguments of ModelConfig, `shape`, with the biases of attention, MLPs and Mamba that a file has: no
+    metadata say it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
 
     biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. Raises ModelConfigError if
     the scores of experts have one in a family that does not correct them.
@@ -159,8 +163,19 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
     if _CORRECTION in biased and experts is not None and not experts.correction_bias:
         raise ModelConfigError(f"expert_gating_func must be {SIGMOID} (sigmoid) in a file with {_CORRECTION}.bias")
     own = {"bias": any(name in biased for name in _INPUTS), "output_bias": "attn_output" in biased}
-    layers = tuple(each if each.latent is not None else replace(each, **own) for each in shape["attention"])
+    layers = tuple(
+        replace(each, state=_with_biases(each.state, biased), **({} if each.latent is not None else own))
+        for each in shape["attention"]
+    )
     return {**shape, "attention": layers, "mlp_bias": any(name in biased for name in _MLP)}
+
+
+def _with_biases(state: LayerState | None, biased: Collection[str]) -> LayerState | None:
+    """Return a layer's state with the biases that a file has, if it is one of Mamba; others are unchanged."""
+    own = {"conv_bias": "ssm_conv1d" in biased, "bias": "ssm_in" in biased}
+    if isinstance(state, StateSpace):
+        return replace(state, **own, output_bias="ssm_out" in biased)
+    return replace(state, **own) if isinstance(state, SelectiveScan) else state
 
 
 def as_array(value: Any) -> np.ndarray:
