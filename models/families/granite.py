@@ -51,23 +51,27 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        fields = gguf.fields
-        experts = cls.gguf_experts(fields)
-        return gguf_fields(gguf, scale=fields.number("attention.scale", None), experts=experts) | {
-            "embedding_multiplier": fields.number("embedding_scale", 1.0),
-            "residual_multiplier": fields.number("residual_scale", 1.0),
-            "logit_scale": 1 / fields.number("logit_scale", 1.0),
-        }
-
-    @classmethod
-    def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
-        """Return the ExpertsConfig of a GGUF file; None for a family without experts, as here. Overrides raise
-        ModelConfigError for wrong fields.
-        """
-        return None
+        return granite_gguf_fields(gguf)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return ScaledResidualLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
+
+
+def granite_gguf_fields(gguf: GGUFConfig, experts: ExpertsConfig | None = None) -> dict[str, Any]:
+    """Return `gguf_fields` with Granite's multipliers and these experts. Raises ModelConfigError for a field that is
+    missing, wrong or not supported.
+    """
+    scale = gguf.fields.number("attention.scale", None)
+    return gguf_fields(gguf, scale=scale, experts=experts) | gguf_multipliers(gguf.fields)
+
+
+def gguf_multipliers(fields: ConfigFields) -> dict[str, Any]:
+    """Return what `granite_multipliers` returns from the fields of a GGUF file."""
+    return {
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+        "logit_scale": 1 / fields.number("logit_scale", 1.0),
+    }
 
 
 def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:

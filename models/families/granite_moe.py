@@ -11,7 +11,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts
 from jaxengine.models.families.declared_dense import ropes_of_layers
 from jaxengine.models.families.declared_rows import full_first_of_four
-from jaxengine.models.families.granite import granite_multipliers
+from jaxengine.models.families.granite import granite_gguf_fields, granite_multipliers
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from jaxengine.models.families.llama import gated_fields
 
@@ -26,14 +26,7 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
         name = "expert_shared_feed_forward_length"
         if gguf.fields.integer(name, 0, minimum=0):
             raise gguf.fields.fail(name, "0 or absent: a shared MLP is not read from GGUF")
-        return super().read_gguf(gguf)
-
-    @classmethod
-    def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
-        """Return the ExpertsConfig of a GGUF file, whose weights add up to one. Raises ModelConfigError for wrong
-        fields.
-        """
-        return gguf_experts(fields, norm_weights=True)
+        return granite_gguf_fields(gguf, gguf_experts(gguf.fields, norm_weights=True))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts
+from jaxengine.models.config.readers.gguf_states import gguf_hybrid, gguf_state_space
 from jaxengine.models.config.readers.hf import FULL, read_head_dim, read_rope
 from jaxengine.models.config.state import StateSpace, read_state_space
-from jaxengine.models.families.granite import GraniteForCausalLM, granite_multipliers
+from jaxengine.models.families.granite import GraniteForCausalLM, gguf_multipliers, granite_multipliers
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
@@ -31,7 +33,7 @@ SHARED, EXPERTS = f"{LAYER}.shared_mlp", f"{LAYER}.block_sparse_moe"
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     """Granite with Mamba-2 in place of attention in most layers, and experts in some checkpoints."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "granitehybrid"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=(
             (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
@@ -63,6 +65,18 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         experts = {} if num_experts == 0 else {"experts": _experts(fields, num_experts, shared_size)}
         sizes = {"attention": tuple(attention), "intermediate_size": shared_size}
         return shared | sizes | granite_multipliers(fields) | experts
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, scale = gguf.fields, gguf.fields.number("attention.scale", None)
+        experts = None
+        if fields.integer("expert_count", 0, minimum=0):
+            size = fields.integer("expert_shared_feed_forward_length")
+            experts = gguf_experts(fields, norm_weights=True, shared_intermediate_size=size)
+        shared = gguf_hybrid(gguf, gguf_state_space(fields), scale=scale, experts=experts) | gguf_multipliers(fields)
+        if not fields.boolean("rope.scaling.finetuned", True):  # whether layers have rope
+            shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
+        return shared if experts is None else shared | {"intermediate_size": experts.shared_intermediate_size}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, state = self.config, self.config.attention[layer].state

@@ -12,6 +12,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import LAST
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_shared_experts
+from jaxengine.models.config.readers.gguf_states import gguf_hybrid
 from jaxengine.models.config.readers.hf import FULL, hf_fields, read_each_layer
 from jaxengine.models.config.state import ShortConvolution
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
@@ -30,12 +32,27 @@ MLP = f"{LAYER}.feed_forward"
 class Lfm2ForCausalLM(LlamaForCausalLM):
     """Llama's layers under other names, with short convolutions in place of attention in most of them."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "lfm2"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv.conv.weight",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return hybrid_fields(fields, _ffn_size(fields))
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        if not fields.boolean("attention.causal", True):
+            raise fields.fail("attention.causal", "true or absent: convolutions over both sides are not read from GGUF")
+        state = ShortConvolution(fields.integer("embedding_length"), fields.integer("shortconv.l_cache"))
+        return gguf_hybrid(gguf, state, experts=cls.gguf_experts(fields))
+
+    @classmethod
+    def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
+        """Return the ExpertsConfig of a GGUF file; None for a family without experts, as here. Overrides raise
+        ModelConfigError for wrong fields.
+        """
+        return None
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         parts = self.make_attention(layer, build), self.make_mlp(layer, build)
@@ -64,6 +81,7 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """LFM2 with experts, which are chosen with a correction bias."""
 
+    gguf_architecture: ClassVar[str | None] = "lfm2moe"
     checkpoint_names: ClassVar[CheckpointNames] = Lfm2ForCausalLM.checkpoint_names._replace(
         stacked_experts=StackedExperts(modules=("w1", "w3", "w2"))
     )
@@ -83,6 +101,13 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         )
         return hybrid_fields(fields, fields.integer("intermediate_size")) | {"experts": experts}
 
+    @classmethod
+    def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
+        experts = gguf_shared_experts(fields, scoring_func="sigmoid")
+        if experts is None:
+            raise fields.fail("expert_count", "an integer >= 1")
+        return replace(experts, norm_weights=fields.boolean("expert_weights_norm", True))
+
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         assert self.config.experts is not None
         if layer in self.config.experts.dense_layers:
@@ -94,6 +119,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 class Lfm2BidirectionalModel(Lfm2ForCausalLM):
     """LFM2.5's embedders: LFM2 whose tokens attend to their whole prompt, with convolutions over both sides."""
 
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     make_layer_inputs = taps_of_layers
 
     @classmethod

@@ -5,6 +5,7 @@ the configuration lists. Puzzle's layers differ in their experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,9 +15,12 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config import taps
+from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_of_layers, gguf_shared_experts
+from jaxengine.models.config.readers.gguf_states import gguf_state_space
 from jaxengine.models.config.readers.hf import FULL
 from jaxengine.models.config.state import StateSpace, read_dt_limits
 from jaxengine.models.families.llama import LAYER, gated_fields
@@ -70,6 +74,7 @@ class MixerLayer(nnx.Module):
 class NemotronHForCausalLM(Decoder):
     """Decoder of MixerLayers."""
 
+    gguf_architecture: ClassVar[str | None] = "nemotron_h"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=tuple(
             (f"{old}.{module}.", f"model.{new}.")
@@ -98,15 +103,36 @@ class NemotronHForCausalLM(Decoder):
             eps="layer_norm_epsilon",
         )
         state = _state(fields) if MAMBA in kinds else None
-        by_kind = {MAMBA: {"state": state, "mixer_only": True}, ATTENTION: {"mixer_only": True}}
-        shared["attention"] = tuple(
-            replace(layer, **by_kind.get(kind, {"feed_forward_only": True}))
-            for layer, kind in zip(shared["attention"], kinds, strict=True)
-        )
+        shared["attention"] = _of_kinds(shared["attention"], kinds, state)
         if EXPERTS in kinds:
-            dense = tuple(layer for layer, kind in enumerate(kinds) if kind != EXPERTS)
-            shared["experts"] = replace(_experts(fields, dense), by_layer=sizes)
+            shared["experts"] = replace(_experts(fields, _dense(kinds)), by_layer=sizes)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, heads_name, size_name = gguf.fields, "attention.head_count_kv", "feed_forward_length"
+        heads, sizes = (gguf_of_layers(fields, each, minimum=0) for each in (heads_name, size_name))
+        for name, numbers in ((heads_name, heads), (size_name, sizes)):
+            if len(set(numbers) - {0}) > 1:
+                raise fields.fail(name, "0, or the same number, in each layer")
+        experts = gguf_shared_experts(fields, scoring_func="sigmoid")
+        further = FEED_FORWARD if experts is None else EXPERTS
+        pairs = zip(heads, sizes, strict=True)
+        kinds = [further if size else ATTENTION if count else MAMBA for count, size in pairs]
+        kinds = kinds[: len(kinds) - fields.integer("nextn_predict_layers", 0, minimum=0)]
+        if experts is not None:
+            experts = replace(
+                experts,
+                dense_layers=_dense(kinds),
+                shared_intermediate_size=fields.integer("expert_shared_feed_forward_length"),
+                latent_size=fields.integer("moe_latent_size", 0, minimum=0) or None,
+            )
+        named = {heads_name: max(heads) or fields.value("attention.head_count"), size_name: max(sizes) or 1}
+        named = {f"{fields.prefix}{name}": value for name, value in named.items()}
+        shared = gguf_fields(gguf._replace(metadata={**gguf.metadata, **named}), experts=experts)
+        layers = tuple(replace(each, rope=None) for each in shared["attention"])
+        state = gguf_state_space(fields) if MAMBA in kinds else None
+        return shared | {"attention": _of_kinds(layers, kinds, state), "activation": "relu2"}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, own = self.config, self.config.attention[layer]
@@ -135,6 +161,20 @@ class NemotronHForCausalLM(Decoder):
         latent = f"{SOURCE}.fc1_latent_proj", f"{SOURCE}.fc2_latent_proj"
         router = {"names": ExpertNames(gate=""), "router_dtype": jnp.float32}
         return LatentExperts(config, shared, source=SOURCE, latent=latent, **options, **router)
+
+
+def _of_kinds(
+    layers: Sequence[LayerAttention], kinds: Sequence[str], state: StateSpace | None
+) -> tuple[LayerAttention, ...]:
+    """Return `layers` with only the part of their kinds; MAMBA has this state."""
+    by_kind = {MAMBA: {"state": state, "mixer_only": True}, ATTENTION: {"mixer_only": True}}
+    pairs = zip(layers, kinds, strict=True)
+    return tuple(replace(layer, **by_kind.get(kind, {"feed_forward_only": True})) for layer, kind in pairs)
+
+
+def _dense(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers of layers without experts."""
+    return tuple(layer for layer, kind in enumerate(kinds) if kind != EXPERTS)
 
 
 def layer_kinds(fields: ConfigFields) -> list[str]:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.attention import LayerAttention, LayerState
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.config.state import SelectiveScan, StateSpace
 from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, named_turn_ends
 
 MIXTRAL = "llama with experts"
@@ -25,7 +26,7 @@ EMBEDDING_GEMMA = "gemma-embedding"
 # Architectures whose files are read as those of others. Of models that see, they have the text part, whose tokens have
 # equal positions in all sections of rope; of InternLM 2, queries, keys and values apart.
 READ_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama"}
-READ_AS |= {EMBEDDING_GEMMA: "gemma3"}
+READ_AS |= {EMBEDDING_GEMMA: "gemma3", "nemotron_h_moe": "nemotron_h"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
 EXPERT_SIZE = "expert_feed_forward_length"
@@ -157,8 +158,8 @@ def gguf_fields(
 
 
 def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dict[str, Any]:
-    """Return arguments of ModelConfig, `shape`, with the biases of attention and MLPs that a file has: no metadata say
-    it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
+    """Return arguments of ModelConfig, `shape`, with the biases of attention, MLPs and Mamba that a file has: no
+    metadata say it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
 
     biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. Raises ModelConfigError if
     the scores of experts have one in a family that does not correct them.
@@ -167,8 +168,19 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
     if _CORRECTION in biased and experts is not None and not experts.correction_bias:
         raise ModelConfigError(f"expert_gating_func must be {SIGMOID} (sigmoid) in a file with {_CORRECTION}.bias")
     own = {"bias": any(name in biased for name in _INPUTS), "output_bias": "attn_output" in biased}
-    layers = tuple(each if each.latent is not None else replace(each, **own) for each in shape["attention"])
+    layers = tuple(
+        replace(each, state=_with_biases(each.state, biased), **({} if each.latent is not None else own))
+        for each in shape["attention"]
+    )
     return {**shape, "attention": layers, "mlp_bias": any(name in biased for name in _MLP)}
+
+
+def _with_biases(state: LayerState | None, biased: Collection[str]) -> LayerState | None:
+    """Return a layer's state with the biases that a file has, if it is one of Mamba; others are unchanged."""
+    own = {"conv_bias": "ssm_conv1d" in biased, "bias": "ssm_in" in biased}
+    if isinstance(state, StateSpace):
+        return replace(state, **own, output_bias="ssm_out" in biased)
+    return replace(state, **own) if isinstance(state, SelectiveScan) else state
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxengine.models.config.attention import LayerState
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, as_array, gguf_fields, gguf_of_layers
-from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.config.state import GatedDelta, StateSpace
 
 _HEADS_KV, _RECURRENT, _INTERVAL = "attention.head_count_kv", "attention.recurrent_layers", "full_attention_interval"
 
@@ -29,12 +29,28 @@ def gguf_hybrid(gguf: GGUFConfig, state: LayerState, **options: Any) -> dict[str
     return with_states(gguf_fields(gguf._replace(metadata=metadata), **options), state, [not each for each in heads])
 
 
+def gguf_state_space(fields: ConfigFields) -> StateSpace:
+    """Return the Mamba-2 of a file's layers, normed after its gate. Raises ModelConfigError for fields that are missing
+    or wrong.
+    """
+    heads, size = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
+    if size % heads:
+        raise fields.fail("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
+    return StateSpace(
+        num_heads=heads,
+        head_dim=size // heads,
+        num_groups=fields.integer("ssm.group_count"),
+        state_size=fields.integer("ssm.state_size"),
+        conv_kernel=fields.integer("ssm.conv_kernel"),
+    )
+
+
 def with_states(shape: dict[str, Any], state: LayerState, recurrent: Sequence[bool]) -> dict[str, Any]:
     """Return arguments of ModelConfig, `shape`, with this state and no rope in the recurrent layers. recurrent: whether
     each layer of the file is; further layers than the model's do not count.
     """
-    layers = zip(shape["attention"], recurrent, strict=False)
-    attention = (replace(each, rope=None, state=state) if is_state else each for each, is_state in layers)
+    layers, own = zip(shape["attention"], recurrent, strict=False), {"rope": None, "window": None, "state": state}
+    attention = (replace(each, **own) if is_state else each for each, is_state in layers)
     return {**shape, "attention": tuple(attention)}
 
 

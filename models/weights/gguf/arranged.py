@@ -177,8 +177,15 @@ def _joined_delta(number: Callable[[str], int]) -> Mapping[str, Arrangement]:
     return {f"{net}in_proj_qkvz.weight": Arrangement(parts, rows)}
 
 
+def _joined_mlp(number: Callable[[str], int]) -> Mapping[str, Arrangement]:
+    """Return the arrangement of the gate and up projections of Granite's shared MLPs."""
+    mlp = ".shared_mlp."
+    return {f"{mlp}input_linear.weight": Arrangement((f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"))}
+
+
 _NONE: Mapping[str, Arrangement] = MappingProxyType({})
 _ARCHITECTURES: Mapping[str, Callable[[Callable[[str], int]], Mapping[str, Arrangement]]] = {
+    "granitehybrid": _joined_mlp,
     "qwen3next": _joined_delta,
     **dict.fromkeys(("qwen35", "qwen35moe"), _separate_delta),
 }

@@ -26,7 +26,7 @@ from jaxengine.models.quantization.schemes.gguf import CODES, SCALES, ZEROS
 from jaxengine.models.weights.gguf.arranged import Arranged, arrange, arrangements
 from jaxengine.models.weights.gguf.dequant import BlockFormat, dequantize, split_blocks
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
-from jaxengine.models.weights.gguf.layout import LAYOUTS, K, Q
+from jaxengine.models.weights.gguf.layout import LAYOUTS
 from jaxengine.models.weights.gguf.split import check_part, check_tensors, other_parts
 
 # Bytes of the file dequantised at a time, in complete rows: large enough for numpy, small enough to stay in cache.
@@ -37,9 +37,9 @@ MAX_EXPERTS = 4096
 # Ends of the names of factors of a whole matrix, in addition to the scales of its blocks (NVFP4).
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 # A bias of a layer.
-_BIAS = re.compile(r"blk\.[0-9]+\.([a-z_]+)\.bias")
+_BIAS = re.compile(r"blk\.[0-9]+\.([a-z0-9_]+)\.bias")
 _WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+)\.weight")
-_HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
+_HEADS = "attention.head_count"
 
 
 def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -83,8 +83,7 @@ class GGUFFile:
                 check_tensors(self.path, self.metadata, len(tensors))
             self._layout = LAYOUTS[self.architecture]
             # Only where rows of heads are permuted; elsewhere layers may differ in their number.
-            parts = _HEADS_KEY if self._layout.permuted else {}
-            self._heads = {part: self._head_count(key) for part, key in parts.items()}
+            self._heads = {module: self._head_count(key) for module, key in self._layout.heads.items()}
             self._factors: dict[str, TensorInfo] = {}
             self._tensors = self._named(tensors)
             orders = arrangements(self.architecture, self._positive)
@@ -282,8 +281,7 @@ class GGUFFile:
         """
         names = self._layout.canonical_names(info.name)
         if "{expert}" not in names[0]:
-            is_row = len(info.shape) == 1 and self._layout.is_row(info.name)
-            return [(names[0], replace(info, shape=(1, *info.shape)) if is_row else info)]
+            return [(names[0], replace(info, shape=self._layout.usual_shape(info.name, info.shape)))]
         count, *shape = info.shape
         shape = shape or [1] * names[0].endswith((_SCALE, _INPUT_SCALE))
         cut = shape[-1] % (info.format.values * (len(names) if len(shape) == 1 else 1)) if shape else 0
@@ -310,16 +308,20 @@ class GGUFFile:
 
     def _head_count(self, key: str) -> int:
         """Return the number of heads in the metadata's field `key`, without its architecture; that of queries if it is
-        absent. Raises ModelFileError for anything but an integer >= 1.
+        absent. Of a list, return the only number above 0. Raises ModelFileError for anything but an integer >= 1.
         """
-        return self._positive(key if f"{self.architecture}.{key}" in self.metadata else _HEADS_KEY[Q])
+        listed = self.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(listed, np.ndarray):  # layers with a state have none
+            numbers = set(listed.ravel().tolist()) - {0}
+            return self._positive(key, numbers.pop() if len(numbers) == 1 else listed.tolist())
+        return self._positive(_HEADS if listed is None else key)
 
-    def _positive(self, key: str) -> int:
-        """Return the metadata's field `key`, without its architecture. Raises ModelFileError for anything but an
-        integer >= 1.
+    def _positive(self, key: str, number: Any = None) -> int:
+        """Return the metadata's field `key`, without its architecture, or `number` as its value. Raises ModelFileError
+        for anything but an integer >= 1.
         """
         key = f"{self.architecture}.{key}"
-        number = self.metadata.get(key)
+        number = self.metadata.get(key) if number is None else number
         if type(number) is not int or number < 1:
             raise ModelFileError(self.path, f"must be a positive number, got {repr(number)[:100]}", key)
         return number

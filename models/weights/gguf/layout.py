@@ -6,6 +6,7 @@ of the architecture, jaxengine.models.causal_lm.CausalLM.gguf_architecture.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -47,7 +48,6 @@ _GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias|scale|input_scale)")
 # Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
 _ONE_EXPERT = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down))\.(0|[1-9][0-9]{0,3})(\.[a-z_]+)")
 _JOINED_EXPERTS = re.compile(r"(blk\.[0-9]+\.ffn_)gate_up(_exps\.[a-z_]+)")
-Q, K = "self_attn.q_proj", "self_attn.k_proj"
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
@@ -73,6 +73,7 @@ _LLAMA4 = {
     **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
     **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
+_W = {"gate": "w1", "up": "w3", "down": "w2"}
 _SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
@@ -91,6 +92,48 @@ _DELTA = {
     "ssm_out": "linear_attn.out_proj",
 }
 _DELTA_BARE = {"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    "ffn_gate_inp": "feed_forward.gate",
+    **{f"ffn_{part}": f"feed_forward.{name}" for part, name in _W.items()},
+    **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{name}" for part, name in _W.items()},
+}
+# LFM2's final norm has the name of a norm of embeddings.
+_LFM2_NORM = dict.fromkeys(("output_norm", "token_embd_norm"), "model.embedding_norm")
+_MAMBA = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+_MAMBA_BARE = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt": "dt_bias"}
+# Stored with a further axis.
+_MAMBA_VECTORS = frozenset(("ssm_a", "ssm_d", "ssm_norm"))
+_NEMOTRON_H = {
+    "attn_norm": "norm",
+    **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+    "attn_output": "mixer.o_proj",
+    **{part: f"mixer.{name}" for part, name in _MAMBA.items()},
+    "ffn_gate_inp": "mixer.gate",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    **{f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")},
+    **{f"ffn_{part}_exps": f"mixer.experts.{{expert}}.{part}_proj" for part in ("up", "down")},
+    **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
+}
+_NEMOTRON_H_BARE = {
+    **{part: f"mixer.{name}" for part, name in _MAMBA_BARE.items()},
+    "exp_probs_b": "mixer.gate.e_score_correction_bias",
+}
+_GRANITE_MOE = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+}
+_GRANITE_HYBRID = {
+    **_GRANITE_MOE,
+    **{part: f"mamba.{name}" for part, name in _MAMBA.items()},
+    **{f"ffn_{part}{end}": f"shared_mlp.{part}_proj" for part in ("gate", "up") for end in ("", "_shexp")},
+    **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
+}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _PER_LAYER = {
@@ -147,6 +190,7 @@ class GGUFLayout(NamedTuple):
       norm_offset: number that the converter has added to the weights of norms, except those in a delta net.
       bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
       rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
+      vectors: llama.cpp's names of a layer's vectors that are stored with more axes.
       factors: checkpoint names of a layer's `.scale` tensors that are weights of their own, by llama.cpp's name.
       layers: what the checkpoint names of a layer's modules begin with, before its number.
       tables: checkpoint modules outside of layers, by llama.cpp's name, where they differ from _GLOBAL.
@@ -158,6 +202,7 @@ class GGUFLayout(NamedTuple):
     norm_offset: float = 0.0
     bare: Mapping[str, str] = _NONE
     rows: frozenset[str] = frozenset()
+    vectors: frozenset[str] = frozenset()
     factors: Mapping[str, str] = _NONE
     layers: str = "model.layers"
     tables: Mapping[str, str] = _NONE
@@ -198,10 +243,21 @@ class GGUFLayout(NamedTuple):
         is_norm = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
         return self.norm_offset if is_norm else 0.0
 
-    def is_row(self, name: str) -> bool:
-        """Return whether the file's vector `name` is the single row of a matrix."""
+    def usual_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the checkpoint's shape of the file's tensor `name` of this shape, if it is the single row of a matrix
+        or a vector with more axes; of others the shape itself.
+        """
         match = _LAYER_TENSOR.fullmatch(name)
-        return match is not None and match[2] in self.rows
+        part = match[2] if match is not None else None
+        if part in self.vectors:
+            return (math.prod(shape),)
+        return (1, *shape) if part in self.rows and len(shape) == 1 else shape
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Fields with the numbers of heads whose rows are permuted, by the checkpoint modules with these rows."""
+        names = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+        return {{**_LAYER, **self.parts}[part]: key for part, key in names.items()} if self.permuted else {}
 
 
 # Layouts by general.architecture. A family reads each: jaxengine.models.registry.model_for_gguf.
@@ -348,15 +404,19 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "arcee": GGUFLayout(permuted=True),
     "olmo": GGUFLayout(permuted=True, permuted_biases=False),
     "phi2": GGUFLayout({"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
-    "granitemoe": GGUFLayout(
-        {
-            "ffn_gate_inp": "block_sparse_moe.router.layer",
-            **{
-                f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{part}_proj"
-                for part in ("gate", "up", "down")
-            },
-        },
+    "granitemoe": GGUFLayout(_GRANITE_MOE, permuted=True),
+    "granitehybrid": GGUFLayout(
+        _GRANITE_HYBRID,
         permuted=True,
+        bare={part: f"mamba.{name}" for part, name in _MAMBA_BARE.items()},
+        vectors=_MAMBA_VECTORS,
+    ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        GGUFLayout(_NEMOTRON_H, permuted=True, bare=_NEMOTRON_H_BARE, vectors=_MAMBA_VECTORS),
+    ),
+    **dict.fromkeys(
+        ("lfm2", "lfm2moe"), GGUFLayout(_LFM2, bare={"exp_probs_b": "feed_forward.expert_bias"}, tables=_LFM2_NORM)
     ),
     "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
 }

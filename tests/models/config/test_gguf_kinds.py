@@ -95,7 +95,7 @@ def test_text_parts_of_models_that_see():
     plain = {"attention__sliding_window": None}
     sections = {**plain, "rope__dimension_sections": np.array([6, 5, 5, 0])}
     for architecture, text in READ_AS.items():
-        if architecture == "gemma-embedding":  # its tokens see each other
+        if architecture in ("gemma-embedding", "nemotron_h_moe"):  # of which other fields decide
             continue
         own = EXPERTS if "moe" in text else {}
         assert read(architecture, **sections, **own) == read(text, **plain, **own)
@@ -193,6 +193,16 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
             "modern-bert.attention.sliding_window must be an integer",
         ),
         ("gemma-embedding", {"dense_2_feat_in": 64}, "gemma-embedding.dense_2_feat_in must be absent"),
+        ("lfm2", {}, "lfm2.shortconv.l_cache is missing"),
+        ("lfm2", {"attention.causal": False}, "lfm2.attention.causal must be true or absent"),
+        ("lfm2", {"shortconv.l_cache": 3, "attention.head_count_kv": [2, 0]}, "an integer >= 0, or a list of 8"),
+        (
+            "lfm2moe",
+            EXPERTS | {"shortconv.l_cache": 3, "expert_gating_func": 1},
+            "lfm2moe.expert_gating_func must be 2 .sigmoid. or absent, got 1",
+        ),
+        ("granitehybrid", {}, "granitehybrid.ssm.time_step_rank is missing"),
+        ("nemotron_h", {"feed_forward_length": [8, 9] * 4}, "must be 0, or the same number, in each layer"),
         ("gemma2", {"attention.sliding_window_pattern": -1}, "must be true or false .* or an integer >= 0, got -1"),
         ("exaone4", {"attention.sliding_window_pattern": [[True], [True, False]]}, "must be true or false for each"),
     ],

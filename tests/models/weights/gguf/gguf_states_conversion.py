@@ -11,15 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.weights.gguf.gguf_conversion import metadata, tensor
-from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, U32, Tensor, Value, gguf_bytes
+from tests.models.weights.gguf.gguf_conversion import metadata, permuted, tensor
+from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, I32, U32, Tensor, Value, gguf_bytes
 
 STATES = {
     "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
 }
-_GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_GLOBAL = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
 _ATTENTION = {
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
     "self_attn.o_proj": "attn_output",
@@ -44,11 +53,68 @@ _QWEN = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
-NAMES = dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _QWEN)
+_LFM2 = {
+    **_ATTENTION,
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
+_MAMBA = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+_NEMOTRON = {
+    **{name.replace("self_attn", "mixer"): part for name, part in _ATTENTION.items()},
+    **{f"mixer.{name}": part for name, part in _MAMBA.items()},
+    "norm": "attn_norm",
+    "mixer.gate": "ffn_gate_inp",
+    **{f"mixer.{part}_proj": f"ffn_{part}" for part in ("up", "down")},
+    **{f"mixer.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("up", "down")},
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+}
+_GRANITE = {
+    **_ATTENTION,
+    **{f"mamba.{name}": part for name, part in _MAMBA.items()},
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    **{f"shared_mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"shared_mlp.{part}_shexp": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+NAMES = {
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _QWEN),
+    **dict.fromkeys(("lfm2", "lfm2moe"), _LFM2),
+    "granitehybrid": _GRANITE,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON),
+}
+_EXPERTS = {
+    **{f"{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
 # Called otherwise than `.weight` and `.bias` in checkpoints.
-_BARE = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+_BARE = {
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "dt_bias": "ssm_dt.bias",
+    "expert_bias": "exp_probs_b.bias",
+    "e_score_correction_bias": "exp_probs_b.bias",
+}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"(?:\w+\.)?experts\.(\d+)\.(\w+)")
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """llama.cpp's name of the architecture of a config.json."""
+    found = STATES[config["architectures"][0]]
+    has_experts = found == "nemotron_h" and "E" in config["hybrid_override_pattern"]
+    return "nemotron_h_moe" if has_experts else found
 
 
 def converted_states(
@@ -57,7 +123,7 @@ def converted_states(
     store: Callable[[str, np.ndarray], Tensor] = tensor,
 ) -> bytes:
     """As gguf_conversion.converted, for STATES."""
-    architecture = STATES[config["architectures"][0]]
+    architecture = architecture_of(config)
     names, written, experts = NAMES[architecture], {}, {}
     for name, values in _MODIFIED[architecture](config, tensors).items():
         if (match := _LAYER.fullmatch(name)) is None:
@@ -66,15 +132,15 @@ def converted_states(
             continue
         layer, part, kind = match.groups()
         if kind is None:
-            written[f"blk.{layer}.{_BARE[part.rpartition('.')[2]]}"] = values
+            written[f"blk.{layer}.{_BARE[part.rpartition('.')[2]]}"] = values  # of Mamba-2 with a further axis
         elif expert := _EXPERT.fullmatch(part):
-            module = f"blk.{layer}.{_MLP[f'mlp.{expert[2]}']}_exps.{kind}"
+            module = f"blk.{layer}.{_EXPERTS[expert[2]]}.{kind}"
             experts.setdefault(module, {})[int(expert[1])] = values
         else:
-            written[f"blk.{layer}.{names[part]}.{kind}"] = values.squeeze()
+            written[f"blk.{layer}.{names[part]}.{kind}"] = values
     written |= {name: np.stack([each[expert] for expert in sorted(each)]) for name, each in experts.items()}
     own = {f"{architecture}.{key}": value for key, value in _METADATA[architecture](config).items()}
-    usual = {"num_key_value_heads": 1, "intermediate_size": 0, **config}
+    usual = {"num_key_value_heads": 1, "intermediate_size": 0, "rope_theta": 10000.0, **config}
     return gguf_bytes({**metadata(architecture, usual), **own}, [store(*item) for item in written.items()])
 
 
@@ -98,7 +164,7 @@ def _qwen(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[
             case "dt_bias" | "in_proj_a.weight" | "in_proj_b.weight":
                 modified[name] = reordered(array, 1)
             case "conv1d.weight":
-                modified[name] = reordered(array.squeeze(1), v_size, 2 * keys * k_size)
+                modified[name] = reordered(array, v_size, 2 * keys * k_size)
             case "in_proj_qkv.weight":
                 modified[name] = reordered(array, v_size, 2 * keys * k_size)
             case "in_proj_z.weight":
@@ -116,6 +182,8 @@ def _qwen(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[
                 modified[name] = array
             case _:
                 modified[name] = array + np.float32(1) if name.endswith("norm.weight") else array
+                if name.endswith("shared_expert_gate.weight"):  # the base class writes every tensor squeezed
+                    modified[name] = array.squeeze()
     return modified
 
 
@@ -134,14 +202,136 @@ def _qwen_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
         recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
         own["attention.recurrent_layers"] = (ARRAY, (BOOL, recurrent))
     if "num_experts" in config:
-        own["expert_count"], own["expert_used_count"] = (
-            (U32, config["num_experts"]),
-            (U32, config["num_experts_per_tok"]),
-        )
-        own["expert_feed_forward_length"] = (U32, config["moe_intermediate_size"])
+        own |= _experts(config, config["num_experts"])
         own["expert_shared_feed_forward_length"] = (U32, config["shared_expert_intermediate_size"])
     return own
 
 
-_MODIFIED = dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen)
-_METADATA = dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen_metadata)
+def _lfm2(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(tensors)
+
+
+def _lfm2_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    kinds, layers = config.get("layer_types"), range(config["num_hidden_layers"])
+    attending = [layer in config["full_attn_idxs"] if kinds is None else kinds[layer] != "conv" for layer in layers]
+    own: dict[str, Value] = {
+        "attention.head_count_kv": _heads_kv(config, attending),
+        "attention.layer_norm_rms_epsilon": (F32, config["norm_eps"]),
+        "shortconv.l_cache": (U32, config["conv_L_cache"]),
+    }
+    if "num_experts" in config:
+        own |= _experts(config, config["num_experts"])
+        own["leading_dense_block_count"] = (U32, config["num_dense_layers"])
+        own["expert_gating_func"] = (U32, 2)
+        return own
+    size = config["block_multiple_of"]
+    wide = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+    return own | {"feed_forward_length": (U32, -(-wide // size) * size)}
+
+
+def _heads_kv(config: Mapping[str, Any], attending: list[bool]) -> Value:
+    return ARRAY, (I32, [config["num_key_value_heads"] * attends for attends in attending])
+
+
+def _experts(config: Mapping[str, Any], count: int) -> dict[str, Value]:
+    return {
+        "expert_count": (U32, count),
+        "expert_used_count": (U32, config["num_experts_per_tok"]),
+        "expert_feed_forward_length": (U32, config["moe_intermediate_size"]),
+    }
+
+
+def _mamba2(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Mamba2Model.modify_tensors, and LlamaModel.permute for attention."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    groups = config.get("mamba_n_groups") or config["n_groups"]
+    modified = {}
+    for name, array in tensors.items():
+        part, _, kind = name.rpartition(".")
+        part = part.rpartition(".")[2]
+        if kind in ("A_log", "D"):
+            array = (-np.exp(array) if kind == "A_log" else array).reshape(-1, 1)
+        elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            array = array.reshape(groups, -1)
+        elif part in heads:
+            array = permuted(array, heads[part])
+        modified[name] = array
+    return modified
+
+
+def _granite(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """GraniteMoeModel.modify_tensors."""
+    end, modified = "_shexp" if config["num_local_experts"] else "", {}
+    for name, array in _mamba2(config, tensors).items():
+        if name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
+                modified[name.replace("input_linear", f"{part}{end}")] = half
+        else:
+            modified[name.replace("shared_mlp.output_linear", f"shared_mlp.down{end}")] = array
+    return modified
+
+
+def _granite_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    attending = "attention", "full_attention"
+    return {
+        **_state_space(config["mamba_d_conv"], config["mamba_d_state"], config["mamba_n_groups"]),
+        "ssm.inner_size": (U32, config["mamba_expand"] * config["hidden_size"]),
+        "ssm.time_step_rank": (U32, config["mamba_n_heads"]),
+        "attention.head_count_kv": _heads_kv(config, [kind in attending for kind in config["layer_types"]]),
+        "rope.scaling.finetuned": (BOOL, config["position_embedding_type"] == "rope"),
+        "attention.scale": (F32, config["attention_multiplier"]),
+        "embedding_scale": (F32, config["embedding_multiplier"]),
+        "residual_scale": (F32, config["residual_multiplier"]),
+        "logit_scale": (F32, config["logits_scaling"]),
+        "expert_shared_feed_forward_length": (U32, config["shared_intermediate_size"]),
+        "expert_count": (U32, config["num_local_experts"]),
+        "expert_used_count": (U32, config["num_experts_per_tok"]),
+    }
+
+
+def _state_space(kernel: int, state: int, groups: int) -> dict[str, Value]:
+    return {
+        "ssm.conv_kernel": (U32, kernel),
+        "ssm.state_size": (U32, state),
+        "ssm.group_count": (U32, groups),
+    }
+
+
+def _nemotron_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    pattern, with_experts = config["hybrid_override_pattern"], "E" in config["hybrid_override_pattern"]
+    size = config["moe_intermediate_size"] if with_experts else config["intermediate_size"]
+    own: dict[str, Value] = {
+        **_state_space(config["conv_kernel"], config["ssm_state_size"], config["n_groups"]),
+        "ssm.inner_size": (U32, config["mamba_num_heads"] * config["mamba_head_dim"]),
+        "ssm.time_step_rank": (U32, config["mamba_num_heads"]),
+        "attention.head_count_kv": _heads_kv(config, [kind == "*" for kind in pattern]),
+        "attention.layer_norm_rms_epsilon": (F32, config["layer_norm_epsilon"]),
+        "feed_forward_length": (ARRAY, (I32, [size * (kind in "-E") for kind in pattern])),
+    }
+    if with_experts:
+        own |= _experts(config, config["n_routed_experts"])
+        own |= {
+            "expert_shared_feed_forward_length": (U32, config["moe_shared_expert_intermediate_size"]),
+            "expert_shared_count": (U32, config["n_shared_experts"]),
+            "expert_weights_norm": (BOOL, config["norm_topk_prob"]),
+            "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+            "expert_group_count": (U32, config["n_group"]),
+            "expert_group_used_count": (U32, config["topk_group"]),
+        }
+        if "moe_latent_size" in config:
+            own["moe_latent_size"] = (U32, config["moe_latent_size"])
+    return own
+
+
+_MODIFIED = {
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen),
+    **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2),
+    "granitehybrid": _granite,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _mamba2),
+}
+_METADATA = {
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen_metadata),
+    **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2_metadata),
+    "granitehybrid": _granite_metadata,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron_metadata),
+}
