@@ -77,16 +77,13 @@ class MediaLoader:
             _cancel(futures)
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call `function(*args)`, which preprocesses a prompt's media, on a thread; return its result or raise its
-        exception. Waits for a thread, however many calls are queued.
+        """Call `function(*args)`, which preprocesses a prompt's media, on a thread, however many calls are queued;
+        return its result or raise its exception.
         """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """Load the parts of one prompt; return lists of loaded items by modality, in the order of the parts, without
-        empty ones.
-
-        For a caller without an event loop: blocks, and the number of waiting parts is not limited. Raises RequestError
+        """Do as `load` for a caller without an event loop: block, and let any number of parts wait. Raises RequestError
         for the first part that cannot be used.
         """
         futures = self._submit(parts)
@@ -112,14 +109,14 @@ class MediaLoader:
             raise OverloadedError(f"{others + own} images, videos and sounds wait to be read; try again later")
 
     def _count_done(self, owner: str | None) -> None:
-        """Subtract one from a client's waiting parts. owner: the client; None for all requests without one."""
+        """Subtract one from a client's waiting parts. owner: see `_check_room`."""
         self._num_waiting[owner] -= 1
         if not self._num_waiting[owner]:
             del self._num_waiting[owner]
 
     def _submit(self, parts: Sequence[MediaPart]) -> list[Future[Any]]:
-        """Queue the parts of one prompt, which share its budgets, on the threads: those at web addresses on the ones
-        that fetch, others on the ones that decode. Return a future of each loaded item.
+        """Queue the parts of one prompt, which share its budgets, on the threads that fetch, for web addresses, or that
+        decode. Return a future of each loaded item.
         """
         budget = PixelBudget(self._options.max_media_pixels), SecondsBudget(self._options.max_audio_seconds)
         return [
@@ -141,9 +138,7 @@ class MediaLoader:
 
     def _read(self, part: MediaPart, source: Any, budget: _Budget) -> Any:
         """Decode a part and return the item. source: the part's source, or the bytes fetched from it; an address
-        (data:, file:) is read first. budget: budget of the prompt.
-
-        Raises RequestError, which names the part, for media that cannot be used.
+        (data:, file:) is read first. budget, errors: see `_fetch`.
         """
         try:
             if isinstance(source, str):

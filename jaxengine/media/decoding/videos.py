@@ -74,10 +74,8 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an animated image, frame by frame, to a video of sampled frames.
-
-    options: limits and sampling. budget: the pixels of the sampled frames are taken from it. Raises MediaError for
-    damage, frames of several sizes, too many frames or pixels, and after the processor time of TimedFile.
+    """Decode an animated image as `_decode` does; its frames must have one size. Raises MediaError also after the
+    processor time of TimedFile.
     """
     image, file = open_image(data, options)
     name = image.format or "animation"
@@ -117,9 +115,8 @@ def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video
 
 
 def _count(image: Any, name: str) -> int:
-    """Return the number of frames of an animation that Pillow has opened. name: the file's type, for errors.
-
-    Raises MediaError for damage, no frames, and more than MAX_SOURCE_FRAMES.
+    """Return the number of frames of an animation that Pillow has opened. name: the file's type, for errors. Raises
+    MediaError for damage, and unless it is 1 to MAX_SOURCE_FRAMES.
     """
     try:
         total = getattr(image, "n_frames", 1)

@@ -101,9 +101,8 @@ def read_data(url: str, limit: int) -> bytes:
 
 
 def read_frames(url: str, limit: int) -> tuple[list[bytes], dict[str, float]] | None:
-    """Return the frames of a data URL of type video/jpeg, JPEGs in base64 with commas between them, as `read_video`
-    takes them: one a second, as in vLLM. None for another address. Raises MediaError for other text, too many frames,
-    and more than `limit` bytes.
+    """Return the frames of a data URL of type video/jpeg, base64 with commas between JPEGs, for `read_video`: one a
+    second, as in vLLM. None for another address. Raises MediaError for too many frames, and the errors of `read_data`.
     """
     if (head := _FRAMES.match(url)) is None:
         return None

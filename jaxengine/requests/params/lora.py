@@ -18,7 +18,7 @@ class LoRARequest:
       lora_int_id: unique whole number, at least 1.
       lora_path: folder saved by PEFT, on the engine's machine.
       base_model_name: without effect, as in vLLM's engine.
-      load_inplace: read the adapter, now at lora_path, once more for each call; running requests keep their matrices.
+      load_inplace: each call reads the adapter, now at lora_path, again; running requests keep their matrices.
     """
 
     lora_name: str
@@ -38,8 +38,8 @@ class LoRARequest:
 
 
 def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
-    """Return the adapter of each of `count` prompts, None for no adapter. given: a LoRARequest or None for all prompts,
-    or a list or tuple of them. Raises RequestError for other values, and for a list of another length.
+    """Return the adapter of each of `count` prompts, None for no adapter. given: one for all prompts, or a list or
+    tuple of that length. Raises RequestError for other values.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):

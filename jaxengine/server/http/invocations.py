@@ -24,9 +24,7 @@ _ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 
 
 class _PassedOn(Response):
-    """Response that forwards a request, whose body has been read already, to the route of another path of this
-    application.
-    """
+    """Response that forwards a request, whose body has been read, to the route of another path."""
 
     def __init__(self, request: Request, path: str, body: bytes):
         super().__init__()
@@ -35,10 +33,10 @@ class _PassedOn(Response):
         self._whole: bytes | None = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response of the other route, which receives the same body."""
+        """Send the other route's response to the same body."""
 
         async def again():
-            """Return the body at the first call, and further messages of the client after that."""
+            """Return the body first, then further messages of the client."""
             if (body := self._whole) is not None:
                 self._whole = None
                 return {"type": "http.request", "body": body, "more_body": False}

@@ -284,8 +284,8 @@ class AdapterStore:
         return self._num_loads
 
     def is_loaded(self, ticket: int, unload: Callable[[str], None]) -> bool:
-        """Return whether the load of a ticket is done. When it is, register the adapter, so that requests may name it,
-        and forget the ticket: True is returned only once.
+        """Return whether the load of a ticket is done. If so, register the adapter, so that requests may name it, and
+        forget the ticket.
 
         unload: removes a name; a load in place calls it for the adapter that has the name, and takes over its number.
         Raises RequestError if the load has failed, for a ticket that is unknown or was reported, and if another adapter
