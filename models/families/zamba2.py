@@ -218,7 +218,8 @@ class Zamba2ForCausalLM(Decoder):
         size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if 2 * size % heads:
             raise fields.fail("hidden_size", f"a number whose double num_attention_heads {heads} divides")
-        own: dict[str, Any] = {"head_dim": 2 * size // heads}
+        named = fields.integer("attention_head_dim", None) or fields.integer("head_dim", None)
+        own: dict[str, Any] = {"head_dim": named or 2 * size // heads}
         own["intermediate_size"] = fields.integer("intermediate_size", 4 * size)
         if fields.boolean("use_long_context", False):
             own["max_position_embeddings"] = 16384  # transformers', whatever the file says
