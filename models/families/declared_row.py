@@ -112,6 +112,7 @@ class GGUFRow(NamedTuple):
       rotates: whether layers have rope.
       clip: name of the field with the bound of queries, keys and values; None for none.
       choose: function from the metadata's fields and the row's form to the form of the file; None for the row's form.
+      read: function from the file to what `gguf_fields` returns, with states; None for that function itself.
     """
 
     architecture: str
@@ -120,6 +121,7 @@ class GGUFRow(NamedTuple):
     rotates: bool = True
     clip: str | None = None
     choose: Callable[[ConfigFields, DeclaredForm], DeclaredForm] | None = None
+    read: Callable[[GGUFConfig], dict[str, Any]] | None = None
 
 
 class Row(NamedTuple):
@@ -226,7 +228,10 @@ class Row(NamedTuple):
         own, form = self.gguf, self.form
         form = form if own.choose is None else own.choose(gguf.fields, form)
         clip = None if own.clip is None else gguf.fields.number(own.clip, None)
-        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, bias=own.bias, output_bias=own.bias, clip=clip)
+        options: dict[str, Any] = {"bias": own.bias, "output_bias": own.bias, "clip": clip}
+        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, **options) if own.read is None else own.read(gguf)
+        if not form.up:
+            shared["attention"] = tuple(replace(each, mixer_only=True) for each in shared["attention"])
         if not own.rotates:
             shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
         return shared | {"mlp_bias": own.bias, "declared": form}
