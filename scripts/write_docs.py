@@ -410,12 +410,12 @@ def _models() -> Iterator[str]:
         if is_custom(model):
             continue
         gguf, found = model.gguf_architecture, errors.get(name, [])
-        further = (f", `{alias}`" for alias, own in ALIASES.items() if own == gguf)
+        read = ", ".join(f"`{each}`" for each in (gguf, *(key for key in ALIASES if ALIASES[key] == gguf)) if each)
         module = inspect.getmodule(model)
         about = (inspect.getdoc(model if module is declared else module) or "").partition("\n\n")[0]
         measured = f"{recorded[name]} | {f'{max(found):.0e}' if found else ''}"
         repositories = "<br>".join(f"`{repository}`" for repository in HUB_IDS.get(name, ()))
-        yield f"| `{name}` | {f'`{gguf}`' if gguf else ''}{''.join(further)} | {repositories} | {measured} | {_cell(about)} |"
+        yield f"| `{name}` | {read} | {repositories} | {measured} | {_cell(about)} |"
 
 
 def _model_names() -> str:
