@@ -101,7 +101,7 @@ _LFM2 = {
     **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{name}" for part, name in _W.items()},
 }
 # LFM2's final norm has the name of a norm of embeddings.
-_LFM2_NORM = dict.fromkeys(("output_norm", "token_embd_norm"), "model.embedding_norm")
+_LFM2_NORM = {"output_norm": "model.embedding_norm", "token_embd_norm": "model.embedding_norm"}
 _MAMBA = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
 _MAMBA_BARE = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt": "dt_bias"}
 # Stored with a further axis.

@@ -291,7 +291,10 @@ def _experts(config: Mapping[str, Any], count: int) -> dict[str, Value]:
 
 def _mamba2(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Mamba2Model.modify_tensors, and LlamaModel.permute for attention."""
-    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+    heads: dict[str, Any] = {
+        "q_proj": config.get("num_attention_heads"),
+        "k_proj": config.get("num_key_value_heads"),
+    }
     groups = config.get("mamba_n_groups") or config["n_groups"]
     modified = {}
     for name, array in tensors.items():
