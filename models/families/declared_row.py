@@ -114,6 +114,7 @@ class GGUFRow(NamedTuple):
       choose: function from the file and the row's form to the form of the file; None for the row's form.
       experts: function from the metadata's fields to the ExpertsConfig; None for a family without experts.
       layers: function from the metadata's fields and the attention of equal layers to that of each; None if they are.
+      read: function from the file to what `gguf_fields` returns, with states; None for that function itself.
     """
 
     architecture: str
@@ -124,6 +125,7 @@ class GGUFRow(NamedTuple):
     choose: Callable[[GGUFConfig, DeclaredForm], DeclaredForm] | None = None
     experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
     layers: Callable[[ConfigFields, tuple[LayerAttention, ...]], tuple[LayerAttention, ...]] | None = None
+    read: Callable[[GGUFConfig], dict[str, Any]] | None = None
 
 
 class Row(NamedTuple):
@@ -233,9 +235,11 @@ class Row(NamedTuple):
         experts = None if own.experts is None else own.experts(gguf.fields)
         clip = None if own.clip is None else gguf.fields.number(own.clip, None)
         options: dict[str, Any] = {"bias": own.bias, "output_bias": own.bias, "clip": clip, "experts": experts}
-        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, **options)
+        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, **options) if own.read is None else own.read(gguf)
         if own.layers is not None:
             shared["attention"] = own.layers(gguf.fields, shared["attention"])
+        if not form.up:
+            shared["attention"] = tuple(replace(each, mixer_only=True) for each in shared["attention"])
         if not own.rotates:
             shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
         named = {} if experts is None else {"activation": form.activation}

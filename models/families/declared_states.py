@@ -13,6 +13,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import AROUND, BEFORE, OFFSET, RMS, WITHIN, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
+from jaxengine.models.config.readers.gguf_states import gguf_jamba, gguf_mamba, gguf_mamba2
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
@@ -31,7 +32,7 @@ from jaxengine.models.config.state import (
     read_dt_limits,
     read_state_space,
 )
-from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads, softmax_experts
+from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope, parts_of_heads, softmax_experts
 from jaxengine.models.families.declared_rows import EPSILON
 from jaxengine.models.layers.base.activations import SILU
 from jaxengine.models.layers.experts.moe import ExpertNames
@@ -327,6 +328,7 @@ STATE_ROWS: dict[str, Row] = {
         tied=True,
         adapt=_channels_as_heads,
         each_layer=_scan_layer,
+        gguf=GGUFRow("mamba", read=gguf_mamba),
     ),
     "FalconMambaForCausalLM": Row(
         "Falcon Mamba (Zuo et al. 2024, arXiv:2410.05355): Mamba with norms of time steps, B and C.",
@@ -342,6 +344,7 @@ STATE_ROWS: dict[str, Row] = {
         **_STATE_ONLY,
         adapt=_mamba2_heads,
         each_layer=_mamba2_layer,
+        gguf=GGUFRow("mamba2", read=gguf_mamba2),
     ),
     "BambaForCausalLM": Row(
         "Bamba (IBM, Princeton, CMU and UIUC 2024): Llama with Mamba-2 in most layers, rope on a part of each head.",
@@ -471,6 +474,7 @@ STATE_ROWS: dict[str, Row] = {
         mlp_bias=False,
         each_layer=_jamba_layer,
         experts=_jamba_experts,
+        gguf=GGUFRow("jamba", read=gguf_jamba),
         experts_in="feed_forward",
         expert_names=ExpertNames(router="router"),
         squeezed=SQUEEZED,

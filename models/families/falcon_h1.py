@@ -14,6 +14,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig, Multipliers
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.gguf_states import gguf_state_space
 from jaxengine.models.config.state import StateSpace, read_state_space
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
@@ -70,7 +72,7 @@ class ScaledKeysAttention(Attention):
 class FalconH1ForCausalLM(LlamaForCausalLM):
     """Llama of ParallelLayers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "falcon-h1"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",))
 
     @classmethod
@@ -102,6 +104,13 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
             "logit_scale": fields.number("lm_head_multiplier", 1.0),
             "multipliers": multipliers,
         }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        # A file's matrices include all multipliers, and its tensors say whether there is a norm (with_stored_biases).
+        shared, state = gguf_fields(gguf), replace(gguf_state_space(gguf.fields), norm=None)
+        layers = tuple(replace(each, state=state, beside_state=True) for each in shared["attention"])
+        return shared | {"attention": layers, "multipliers": Multipliers(*[1.0] * len(Multipliers._fields))}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.self_attn"

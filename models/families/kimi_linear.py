@@ -16,6 +16,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.altup import KimiK3Parts
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import MAX_FLOAT, MAX_LAYERS, ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_shared_experts
+from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
+from jaxengine.models.config.readers.gguf_states import of_layers, with_states
 from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
@@ -51,7 +54,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3 with delta nets in place of attention in most layers."""
 
     first_input = first_stream
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "kimi-linear"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         squeezed=(*CONVS, *JOINED),
         raveled=(".A_log", "_res_proj.weight"),
@@ -95,6 +98,21 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         attention = (replace(each, rope=None, state=state if kind == LINEAR else None) for each, kind in layers)
         experts = replace(sigmoid_experts(fields), latent_size=fields.integer("routed_expert_hidden_size", None))
         return shared | {"attention": tuple(attention), "experts": experts, "kimi_k3": parts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        heads, size = fields.integer("attention.head_count"), fields.integer("kda.head_dim")
+        experts = gguf_shared_experts(fields, scoring_func="sigmoid")
+        if experts is None:
+            raise fields.fail("expert_count", "an integer >= 1")
+        experts = replace(experts, norm_weights=fields.boolean("expert_weights_norm", True))
+        state = GatedDelta(heads, heads, size, size, fields.integer("ssm.conv_kernel"), by_element=True, rank=size)
+        shared = gguf_latent_fields(gguf, experts=experts)
+        recurrent = [not each for each in of_layers(fields, "attention.head_count_kv", 0)]
+        shared = with_states(shared, state, recurrent)
+        shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
+        return shared | {"kimi_k3": KimiK3Parts(num_layers=len(shared["attention"]))}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         parts = self.config.kimi_k3

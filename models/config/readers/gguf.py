@@ -161,8 +161,8 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
     """Return arguments of ModelConfig, `shape`, with the biases of attention, MLPs and Mamba that a file has: no
     metadata say it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
 
-    biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. Raises ModelConfigError if
-    the scores of experts have one in a family that does not correct them.
+    biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q, and ssm_norm. Raises
+    ModelConfigError if the scores of experts have one in a family that does not correct them.
     """
     experts = shape.get("experts")
     if _CORRECTION in biased and experts is not None and not experts.correction_bias:
@@ -176,10 +176,13 @@ def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dic
 
 
 def _with_biases(state: LayerState | None, biased: Collection[str]) -> LayerState | None:
-    """Return a layer's state with the biases that a file has, if it is one of Mamba; others are unchanged."""
-    own = {"conv_bias": "ssm_conv1d" in biased, "bias": "ssm_in" in biased}
+    """Return a layer's state with the biases that a file has, and with the norm of Mamba-2, if it is one of Mamba;
+    others are unchanged.
+    """
+    own: dict[str, Any] = {"conv_bias": "ssm_conv1d" in biased, "bias": "ssm_in" in biased}
     if isinstance(state, StateSpace):
-        return replace(state, **own, output_bias="ssm_out" in biased)
+        norm = "after" if "ssm_norm" in biased else state.norm
+        return replace(state, **own, output_bias="ssm_out" in biased, norm=norm)
     return replace(state, **own) if isinstance(state, SelectiveScan) else state
 
 

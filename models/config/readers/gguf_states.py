@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxengine.models.config.attention import LayerState
-from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, as_array, gguf_fields, gguf_of_layers
-from jaxengine.models.config.state import GatedDelta, StateSpace
+from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, as_array, gguf_experts, gguf_fields, gguf_of_layers
+from jaxengine.models.config.state import GatedDelta, SelectiveScan, StateSpace
 
 _HEADS_KV, _RECURRENT, _INTERVAL = "attention.head_count_kv", "attention.recurrent_layers", "full_attention_interval"
 
@@ -43,6 +44,65 @@ def gguf_state_space(fields: ConfigFields) -> StateSpace:
         state_size=fields.integer("ssm.state_size"),
         conv_kernel=fields.integer("ssm.conv_kernel"),
     )
+
+
+def gguf_scan(fields: ConfigFields, **norms: Any) -> SelectiveScan:
+    """Return the Mamba of a file's layers. norms: fields of SelectiveScan on norms. Raises ModelConfigError for fields
+    that are missing or wrong.
+    """
+    return SelectiveScan(
+        channels=fields.integer("ssm.inner_size"),
+        state_size=fields.integer("ssm.state_size"),
+        time_rank=fields.integer("ssm.time_step_rank"),
+        conv_kernel=fields.integer("ssm.conv_kernel"),
+        **norms,
+    )
+
+
+def gguf_mamba(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields` of a file of Mamba or Falcon Mamba, whose norms have the epsilon of all norms. The sizes of
+    attention, which no layer has, are those that config.json is read with. Raises ModelConfigError for a field that is
+    missing, wrong or not supported.
+    """
+    fields, norms = gguf.fields, {}
+    if fields.boolean("ssm.dt_b_c_rms", False):
+        norms = {"norms": "plain", "eps": fields.number("attention.layer_norm_rms_epsilon")}
+    state = gguf_scan(fields, **norms)
+    return _states_only(gguf, state, math.gcd(state.channels, MAX_HEADS), 1, state.channels)
+
+
+def gguf_mamba2(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields` of a file of Mamba-2, with its heads as those of attention. Raises ModelConfigError for a
+    field that is missing, wrong or not supported.
+    """
+    state = gguf_state_space(gguf.fields)
+    return _states_only(gguf, state, state.num_heads, state.head_dim, state.inner_size)
+
+
+def _states_only(gguf: GGUFConfig, state: LayerState, heads: int, head_dim: int, ffn_size: int) -> dict[str, Any]:
+    """Return `gguf_fields` with this state in all layers, and these sizes in place of the file's, which are 0."""
+    sizes = {"attention.head_count": heads, _HEADS_KV: heads, "feed_forward_length": ffn_size}
+    # Rope, which no layer has, must have an even size.
+    sizes |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 2)
+    metadata = {**gguf.metadata, **{f"{gguf.fields.prefix}{name}": value for name, value in sizes.items()}}
+    shared = gguf_fields(gguf._replace(metadata=metadata))
+    own: dict[str, Any] = {"head_dim": head_dim, "rope": None, "window": None, "state": state}
+    return shared | {"attention": tuple(replace(each, **own) for each in shared["attention"])}
+
+
+def gguf_jamba(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields` of a file of Jamba: Mamba, with norms, in layers without KV heads, attention without rope in
+    the others, and, unless there is one expert, experts in every second layer from number 1 on, as in all published
+    models; files do not say where. Raises ModelConfigError for a field that is missing, wrong or not supported.
+    """
+    fields, experts = gguf.fields, None
+    if fields.integer("expert_count", 0, minimum=0) > 1:
+        dense = tuple(range(0, fields.integer("block_count"), 2))
+        experts = gguf_experts(fields, norm_weights=False, dense_layers=dense)
+    metadata = {**gguf.metadata, f"{fields.prefix}expert_count": 0 if experts is None else experts.num_experts}
+    state = gguf_scan(fields, norms="weighted", eps=fields.number("attention.layer_norm_rms_epsilon"))
+    shared = gguf_hybrid(gguf._replace(metadata=metadata), state, experts=experts)
+    return shared | {"attention": tuple(replace(each, rope=None) for each in shared["attention"])}
 
 
 def with_states(shape: dict[str, Any], state: LayerState, recurrent: Sequence[bool]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ _LFM2 = {
     **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{name}" for part, name in _W.items()},
 }
 # LFM2's final norm has the name of a norm of embeddings.
-_LFM2_NORM = dict.fromkeys(("output_norm", "token_embd_norm"), "model.embedding_norm")
+_LFM2_NORM = {"output_norm": "model.embedding_norm", "token_embd_norm": "model.embedding_norm"}
 _MAMBA = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
 _MAMBA_BARE = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt": "dt_bias"}
 # Stored with a further axis.
@@ -133,6 +133,34 @@ _GRANITE_HYBRID = {
     **{part: f"mamba.{name}" for part, name in _MAMBA.items()},
     **{f"ffn_{part}{end}": f"shared_mlp.{part}_proj" for part in ("gate", "up") for end in ("", "_shexp")},
     **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
+}
+_FALCON_H1 = {
+    **{part: f"mamba.{name}" for part, name in _MAMBA.items()},
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+}
+_KIMI = {
+    **_LATENT,
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+    **_MIXTRAL,
+    **{f"ffn_{part}_shexp": f"block_sparse_moe.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+_KIMI_BARE = {
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt": "self_attn.dt_bias",
+    "exp_probs_b": "block_sparse_moe.gate.e_score_correction_bias",
+}
+_SCAN = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_x": "x_proj", "ssm_dt": "dt_proj", "ssm_out": "out_proj"}
+_SCAN_BARE = {"ssm_a": "A_log", "ssm_d": "D"}
+_JAMBA = {
+    "ffn_norm": "pre_ff_layernorm",
+    **{part: f"mamba.{name}" for part, name in _SCAN.items()},
+    **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
@@ -244,11 +272,13 @@ class GGUFLayout(NamedTuple):
         return self.norm_offset if is_norm else 0.0
 
     def usual_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the checkpoint's shape of the file's tensor `name` of this shape, if it is the single row of a matrix
-        or a vector with more axes; of others the shape itself.
+        """Return the checkpoint's shape of the file's tensor `name` of this shape, if it is the single row of a matrix,
+        a vector with more axes or a convolution with axes of one entry; of others the shape itself.
         """
         match = _LAYER_TENSOR.fullmatch(name)
-        part = match[2] if match is not None else None
+        part = match[2] if match is not None else ""
+        if part.startswith("ssm_conv1d_"):
+            return tuple(size for size in shape if size > 1)
         if part in self.vectors:
             return (math.prod(shape),)
         return (1, *shape) if part in self.rows and len(shape) == 1 else shape
@@ -409,6 +439,24 @@ LAYOUTS: dict[str, GGUFLayout] = {
         _GRANITE_HYBRID,
         permuted=True,
         bare={part: f"mamba.{name}" for part, name in _MAMBA_BARE.items()},
+        vectors=_MAMBA_VECTORS,
+    ),
+    "falcon-h1": GGUFLayout(
+        _FALCON_H1,
+        # The file's name of this norm has no end.
+        bare={"ffn_norm": "pre_ff_layernorm.weight", **{part: f"mamba.{name}" for part, name in _MAMBA_BARE.items()}},
+        vectors=_MAMBA_VECTORS,
+        of_model={"output_norm": "model.final_layernorm"},
+    ),
+    "kimi-linear": GGUFLayout(_KIMI, bare=_KIMI_BARE, vectors=frozenset(("ssm_a",))),
+    "jamba": GGUFLayout(_JAMBA, bare={part: f"mamba.{name}" for part, name in _SCAN_BARE.items()}),
+    "mamba": GGUFLayout(
+        {"attn_norm": "norm", **{part: f"mixer.{name}" for part, name in _SCAN.items()}},
+        bare={part: f"mixer.{name}" for part, name in _SCAN_BARE.items()},
+    ),
+    "mamba2": GGUFLayout(
+        {"attn_norm": "norm", **{part: f"mixer.{name}" for part, name in _MAMBA.items()}},
+        bare={part: f"mixer.{name}" for part, name in _MAMBA_BARE.items()},
         vectors=_MAMBA_VECTORS,
     ),
     **dict.fromkeys(

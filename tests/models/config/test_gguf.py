@@ -152,9 +152,9 @@ def test_unusable_metadata(changes, message):
 
 def test_unknown_architecture_and_wrong_rope_factors():
     with pytest.raises(
-        ModelConfigError, match=r"the architecture 'mamba' is not supported; docs/models.md lists the \d+ that are"
+        ModelConfigError, match=r"the architecture 'rwkv7' is not supported; docs/models.md lists the \d+ that are"
     ):
-        read_gguf(metadata("mamba"))
+        read_gguf(metadata("rwkv7"))
     with pytest.raises(ModelConfigError, match="general.architecture is missing"):
         read_gguf({})
     with pytest.raises(ModelConfigError, match="rotary_dim / 2 = 8 values, got 3"):

@@ -144,6 +144,28 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
     assert named == "model.layers.7.nextn.eh_proj.weight"
 
 
+STATES = {"time_step_rank": 4, "group_count": 2, "state_size": 8, "inner_size": 32, "conv_kernel": 4}
+
+
+def test_layers_with_states():
+    states: dict[str, Any] = {f"ssm__{name}": value for name, value in STATES.items()}
+    states["attention__sliding_window"] = None
+    for changes, attending in (
+        ({}, [3, 7]),
+        ({"full_attention_interval": 3}, [2, 5]),
+        ({"attention__recurrent_layers": [False] + [True] * 7}, [0]),
+        ({"nextn_predict_layers": 1}, [3]),
+    ):
+        layers = read("qwen35", **states, **changes)[1].attention
+        assert [number for number, layer in enumerate(layers) if layer.state is None] == attending
+        assert len(layers) == 8 - len(changes.keys() & {"nextn_predict_layers"})
+    listed = {"attention__head_count_kv": [0, 2, 0, 0] * 2, "feed_forward_length": [0, 0, 96, 0, 0, 0, 96, 96]}
+    config = read("nemotron_h", **states, **listed, nextn_predict_layers=1)[1]
+    kinds = [(layer.state is not None, layer.feed_forward_only, layer.rope) for layer in config.attention]
+    mamba, attention, mlp = (True, False, None), (False, False, None), (False, True, None)
+    assert kinds == [mamba, attention, mlp, mamba, mamba, attention, mlp]
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
@@ -201,6 +223,12 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
             EXPERTS | {"shortconv.l_cache": 3, "expert_gating_func": 1},
             "lfm2moe.expert_gating_func must be 2 .sigmoid. or absent, got 1",
         ),
+        ("falcon-h1", {}, "falcon-h1.ssm.time_step_rank is missing"),
+        ("kimi-linear", {}, "kimi-linear.kda.head_dim is missing"),
+        ("kimi-linear", {"kda.head_dim": 16}, "kimi-linear.expert_count must be an integer >= 1"),
+        ("jamba", {"expert_count": 1.5}, "jamba.expert_count must be an integer >= 0"),
+        ("mamba", {"ssm.dt_b_c_rms": 1}, "mamba.ssm.dt_b_c_rms must be true or false"),
+        ("mamba2", {"ssm.time_step_rank": "4"}, "mamba2.ssm.time_step_rank must be an integer >= 1"),
         ("granitehybrid", {}, "granitehybrid.ssm.time_step_rank is missing"),
         ("nemotron_h", {"feed_forward_length": [8, 9] * 4}, "must be 0, or the same number, in each layer"),
         ("gemma2", {"attention.sliding_window_pattern": -1}, "must be true or false .* or an integer >= 0, got -1"),

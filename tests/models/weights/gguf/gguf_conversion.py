@@ -196,7 +196,7 @@ def converted(
     names = {**NAMES, **OWN_NAMES.get(architecture, {})}
     heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
     written, experts = {}, {}
-    for name, values in _latents_apart(config, tensors).items():
+    for name, values in latents_apart(config, tensors).items():
         if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if match := _EXPERT.fullmatch(name):
@@ -228,7 +228,7 @@ def converted(
     return gguf_bytes(metadata(architecture, config), [store(name, values) for name, values in written.items()])
 
 
-def _latents_apart(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def latents_apart(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """DeepseekV2Model.modify_tensors: kv_b_proj as two, of which that of keys is transposed."""
     apart = {}
     for name, values in tensors.items():

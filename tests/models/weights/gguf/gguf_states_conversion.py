@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.weights.gguf.gguf_conversion import metadata, permuted, tensor
+from tests.models.weights.gguf.gguf_conversion import latents_apart, metadata, permuted, tensor
 from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, I32, U32, Tensor, Value, gguf_bytes
 
 STATES = {
@@ -22,11 +22,17 @@ STATES = {
     "Lfm2MoeForCausalLM": "lfm2moe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
     "NemotronHForCausalLM": "nemotron_h",
+    "FalconH1ForCausalLM": "falcon-h1",
+    "KimiLinearForCausalLM": "kimi-linear",
+    "JambaForCausalLM": "jamba",
+    "MambaForCausalLM": "mamba",
+    "Mamba2ForCausalLM": "mamba2",
 }
 _GLOBAL = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
+    "model.final_layernorm": "output_norm",
     "lm_head": "output",
 }
 _ATTENTION = {
@@ -86,7 +92,45 @@ _GRANITE = {
     **{f"shared_mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{f"shared_mlp.{part}_shexp": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
+_FEED_FORWARD = {f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+_FALCON = {
+    **_ATTENTION,
+    **_FEED_FORWARD,
+    **{f"mamba.{name}": part for name, part in _MAMBA.items()},
+    "input_layernorm": "attn_norm",
+}
+_KIMI = {
+    **_ATTENTION,
+    **_MLP,
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.o_norm": "ssm_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    **{f"block_sparse_moe.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+_SCAN = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "x_proj": "ssm_x", "dt_proj": "ssm_dt", "out_proj": "ssm_out"}
+_JAMBA = {
+    **_ATTENTION,
+    **_FEED_FORWARD,
+    **{f"mamba.{name}": part for name, part in _SCAN.items()},
+    **{f"mamba.{part}_layernorm": f"ssm_{part}_norm" for part in ("dt", "b", "c")},
+    "input_layernorm": "attn_norm",
+    "pre_ff_layernorm": "ffn_norm",
+    "feed_forward.router": "ffn_gate_inp",
+}
 NAMES = {
+    "falcon-h1": _FALCON,
+    "kimi-linear": _KIMI,
+    "jamba": _JAMBA,
+    "mamba": {"norm": "attn_norm", **{f"mixer.{name}": part for name, part in _SCAN.items()}},
+    "mamba2": {"norm": "attn_norm", **{f"mixer.{name}": part for name, part in _MAMBA.items()}},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _QWEN),
     **dict.fromkeys(("lfm2", "lfm2moe"), _LFM2),
     "granitehybrid": _GRANITE,
@@ -133,6 +177,8 @@ def converted_states(
         layer, part, kind = match.groups()
         if kind is None:
             written[f"blk.{layer}.{_BARE[part.rpartition('.')[2]]}"] = values  # of Mamba-2 with a further axis
+        elif part == "pre_ff_layernorm" and architecture == "falcon-h1":  # the table of names has its end
+            written[f"blk.{layer}.ffn_norm"] = values
         elif expert := _EXPERT.fullmatch(part):
             module = f"blk.{layer}.{_EXPERTS[expert[2]]}.{kind}"
             experts.setdefault(module, {})[int(expert[1])] = values
@@ -140,6 +186,8 @@ def converted_states(
             written[f"blk.{layer}.{names[part]}.{kind}"] = values
     written |= {name: np.stack([each[expert] for expert in sorted(each)]) for name, each in experts.items()}
     own = {f"{architecture}.{key}": value for key, value in _METADATA[architecture](config).items()}
+    if "model_max_length" in config:
+        config = {**config, "max_position_embeddings": config["model_max_length"]}
     usual = {"num_key_value_heads": 1, "intermediate_size": 0, "rope_theta": 10000.0, **config}
     return gguf_bytes({**metadata(architecture, usual), **own}, [store(*item) for item in written.items()])
 
@@ -243,7 +291,10 @@ def _experts(config: Mapping[str, Any], count: int) -> dict[str, Value]:
 
 def _mamba2(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Mamba2Model.modify_tensors, and LlamaModel.permute for attention."""
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    heads: dict[str, Any] = {
+        "q_proj": config.get("num_attention_heads"),
+        "k_proj": config.get("num_key_value_heads"),
+    }
     groups = config.get("mamba_n_groups") or config["n_groups"]
     modified = {}
     for name, array in tensors.items():
@@ -253,7 +304,7 @@ def _mamba2(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dic
             array = (-np.exp(array) if kind == "A_log" else array).reshape(-1, 1)
         elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
             array = array.reshape(groups, -1)
-        elif part in heads:
+        elif part in heads and architecture_of(config) != "falcon-h1":
             array = permuted(array, heads[part])
         modified[name] = array
     return modified
@@ -323,13 +374,128 @@ def _nemotron_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
     return own
 
 
+def _falcon(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """FalconH1Model.modify_tensors: matrices times multipliers. Biases are those of a model whose multipliers are 1."""
+    keys, before = config["key_multiplier"], config["attention_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1],
+        "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": keys * before,
+        "q_proj": before,
+        "v_proj": before,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    inner, state = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = [inner, inner, state, state, config["mamba_n_heads"]]
+    modified = _mamba2(config, tensors)
+    for name, array in modified.items():
+        module, _, kind = name.rpartition(".")
+        part = module.rpartition(".")[2]
+        if kind == "weight" and part == "in_proj":
+            each = np.repeat(np.float32(config["ssm_multipliers"]) * config["ssm_in_multiplier"], sizes)
+            modified[name] = array * each[:, None]
+        elif kind == "weight" and part in factors:
+            modified[name] = array * np.float32(factors[part])
+    return modified
+
+
+def _falcon_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_state_space(config["mamba_d_conv"], config["mamba_d_state"], config["mamba_n_groups"]),
+        "ssm.inner_size": (U32, config["mamba_d_ssm"]),
+        "ssm.time_step_rank": (U32, config["mamba_n_heads"]),
+    }
+
+
+def _kimi(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """KimiLinearModel.modify_tensors."""
+    modified = {}
+    for name, array in latents_apart(config, tensors).items():
+        if name.endswith("_conv1d.weight"):
+            array = array.reshape(1, len(array), 1, -1)
+        modified[name] = -np.exp(array).reshape(1, 1, -1, 1) if name.endswith(".A_log") else array
+    return modified
+
+
+def _kimi_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    linear, rank, rotated = config["linear_attn_config"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    attending = [layer + 1 in linear["full_attn_layers"] for layer in range(config["num_hidden_layers"])]
+    return {
+        "attention.head_count_kv": _heads_kv({"num_key_value_heads": 1}, attending),
+        "attention.key_length": (U32, rank + rotated),
+        "attention.value_length": (U32, config["head_dim"]),
+        "attention.key_length_mla": (U32, config["qk_nope_head_dim"] + rotated),
+        "attention.value_length_mla": (U32, config["v_head_dim"]),
+        "attention.kv_lora_rank": (U32, rank),
+        "rope.dimension_count": (U32, rotated),
+        "ssm.conv_kernel": (U32, linear["short_conv_kernel_size"]),
+        "kda.head_dim": (U32, linear["head_dim"]),
+        **_experts({"num_experts_per_tok": config["num_experts_per_token"], **config}, config["num_experts"]),
+        "expert_shared_count": (U32, config["num_shared_experts"]),
+        "expert_gating_func": (U32, 2),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "leading_dense_block_count": (U32, config["first_k_dense_replace"]),
+    }
+
+
+def _scan(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """MambaModel.modify_tensors and JambaModel.modify_tensors."""
+    return {name: -np.exp(array) if name.endswith(".A_log") else array for name, array in tensors.items()}
+
+
+def _jamba_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+    attending = [layer % period == offset for layer in range(config["num_hidden_layers"])]
+    return {
+        "attention.head_count_kv": _heads_kv(config, attending),
+        "ssm.conv_kernel": (U32, config["mamba_d_conv"]),
+        "ssm.state_size": (U32, config["mamba_d_state"]),
+        "ssm.inner_size": (U32, config["mamba_expand"] * config["hidden_size"]),
+        "ssm.time_step_rank": (U32, config["mamba_dt_rank"]),
+        "expert_count": (U32, config["num_experts"]),
+        "expert_used_count": (U32, config["num_experts_per_tok"]),
+    }
+
+
+def _mamba_metadata(config: Mapping[str, Any]) -> dict[str, Value]:
+    own: dict[str, Value] = {
+        "feed_forward_length": (U32, 0),
+        "attention.head_count": (U32, 0),
+        "attention.layer_norm_rms_epsilon": (F32, config["layer_norm_epsilon"]),
+        "ssm.inner_size": (U32, int(config["expand"] * config["hidden_size"])),
+    }
+    if architecture_of(config) == "mamba2":
+        return {
+            **own,
+            **_state_space(config["conv_kernel"], config["state_size"], config["n_groups"]),
+            "ssm.time_step_rank": (U32, config["num_heads"]),
+        }
+    return {
+        **own,
+        "ssm.conv_kernel": (U32, config["conv_kernel"]),
+        "ssm.state_size": (U32, config["state_size"]),
+        "ssm.time_step_rank": (U32, config["time_step_rank"]),
+        "ssm.dt_b_c_rms": (BOOL, False),
+    }
+
+
 _MODIFIED = {
+    "falcon-h1": _falcon,
+    "kimi-linear": _kimi,
+    **dict.fromkeys(("jamba", "mamba"), _scan),
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen),
     **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2),
     "granitehybrid": _granite,
-    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _mamba2),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe", "mamba2"), _mamba2),
 }
 _METADATA = {
+    "falcon-h1": _falcon_metadata,
+    "kimi-linear": _kimi_metadata,
+    "jamba": _jamba_metadata,
+    **dict.fromkeys(("mamba", "mamba2"), _mamba_metadata),
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _qwen_metadata),
     **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2_metadata),
     "granitehybrid": _granite_metadata,

@@ -253,7 +253,7 @@ REFUSED = {
     "alignment a text": (metadata_with(**{"general.alignment": (STRING, "32")}), "power of two"),
     "no architecture": (gguf_bytes({}, []), "architecture None"),
     "other architecture": (
-        gguf_bytes({"general.architecture": (STRING, "mamba")}, []),
+        gguf_bytes({"general.architecture": (STRING, "rwkv7")}, []),
         "supported: llama, qwen2, qwen3",
     ),
     "misspelt architecture": (
