@@ -252,6 +252,27 @@ LAYOUTS: dict[str, GGUFLayout] = {
     ),
     "phimoe": GGUFLayout(_MIXTRAL),
     "command-r": GGUFLayout(),
+    "cohere2moe": GGUFLayout(_SHARED),
+    "internlm2": GGUFLayout(
+        {
+            "attn_norm": "attention_norm",
+            "attn_output": "attention.wo",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        permuted=True,
+    ),
+    "falcon": GGUFLayout(
+        {
+            "attn_norm_2": "ln_attn",
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        }
+    ),
     "stablelm": GGUFLayout({f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{expert}}" for part in "qk"}),
     "hunyuan-dense": GGUFLayout(_HUNYUAN),
     "bert": GGUFLayout(_BERT, layers=_BERT_LAYERS, tables=_BERT_TABLES),

@@ -106,6 +106,7 @@ CASES |= {
     "phimoe": {"router_jitter_noise": 0.01},
     "cohere": {},
     "cohere_untied": {"rope_parameters": DEFAULT_ROPE},
+    "cohere2_moe": {"expert_selection_fn": "sigmoid"},
     "stablelm": {},
     "stablelm_norms": {},
 }
@@ -119,6 +120,7 @@ RESIZED = {
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 REARRANGED = ("gpt2", "gpt_neox")
+JOINED = ("internlm2", "falcon", "falcon_groups")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe")
 
 
@@ -220,7 +222,7 @@ def test_the_model_and_its_weights(opened, name):
         "exaone4_full",
         "deepseek_v3",
         "youtu",
-        *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in REARRANGED),
+        *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in (*REARRANGED, *JOINED)),
     ],
 )
 def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
@@ -292,7 +294,7 @@ def test_every_layout_has_a_family_and_a_case():
     families = {model.gguf_architecture for model in (*MODELS.values(), *ENCODERS.values()) if model.gguf_architecture}
     assert {family.partition(" ")[0] for family in families} | {EMBEDDING_GEMMA} == set(LAYOUTS)
     # Those of Llama and Qwen are in test_gguf.py.
-    changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
+    changed = {**CASES, **dict.fromkeys((*REARRANGED, *JOINED), {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
     encoders = {architecture for architecture, _ in further_conversion.ENCODERS.values()}
