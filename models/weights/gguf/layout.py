@@ -247,6 +247,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
             "attn_output": "attention.dense",
             "attn_q_norm": "attention.query_layernorm",
             "attn_k_norm": "attention.key_layernorm",
+            "layer_output_norm": "final_layernorm",  # of the layer that predicts further tokens
         },
         bare={"exp_probs_b": "mlp.gate.expert_bias"},
     ),

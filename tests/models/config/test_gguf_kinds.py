@@ -140,6 +140,8 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
         assert len(layers) == 7 and config.unread == ("model.layers.7.",)
     named = LAYOUTS["glm4"].canonical_name("blk.7.nextn.eh_proj.weight")
     assert named == "model.layers.7.nextn.eh_proj.weight"
+    named = LAYOUTS["bailingmoe2"].canonical_name("blk.7.layer_output_norm.weight")
+    assert named.startswith(read("bailingmoe2", nextn_predict_layers=1, **EXPERTS)[1].unread)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.fixtures.encoder_models import make_encoder
 from tests.models.families.test_golden import assert_close, padded
 from tests.models.weights.gguf import further_conversion, gguf_conversion
+from tests.models.weights.gguf.gguf_writer import U32, gguf_bytes
 
 ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -236,6 +237,30 @@ def check_logits(source, golden, paged_run):
     for index, prompt in enumerate(golden.prompts):
         logits = paged_run(model).step({"a": prompt}, num_tokens=padded(len(prompt)))["a"]
         assert_close(logits, golden.logits[index])
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "exaone_moe", "bailing_moe", "cohere2_moe"])
+def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, monkeypatch, name):
+    config = {**read_config_json(FOLDER / name), **CASES[name]}
+    tensors, count, size = tensors_of(name, config), config["num_hidden_layers"], config["hidden_size"]
+    last = f".layers.{count - 1}."
+    tensors |= {key.replace(last, f".layers.{count}."): each for key, each in tensors.items() if last in key}
+
+    def with_layer(metadata, written):
+        own = metadata["general.architecture"][1]
+        more = {f"{own}.block_count": (U32, count + 1), f"{own}.nextn_predict_layers": (U32, 1)}
+        ends = ["nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "nextn.embed_tokens"]
+        ends += ["layer_output_norm"] * (own == "bailingmoe2")
+        unread = np.zeros((size, size), np.float32)
+        added = (gguf_conversion.tensor(f"blk.{count}.{end}.weight", unread) for end in ends)
+        return gguf_bytes(metadata | more, [*written, *added])
+
+    monkeypatch.setattr(further_conversion, "gguf_bytes", with_layer)
+    (path := tmp_path / "model.gguf").write_bytes(further_conversion.converted(config, tensors))
+    source = open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))
+    assert len(source.config.attention) == count
+    load_params(build_model(source.config, Build("float32")), source.weights)
+    source.close()
 
 
 @pytest.mark.parametrize(
