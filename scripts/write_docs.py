@@ -255,9 +255,8 @@ downloaded once; `original/`, pickles and, unless they are the only weights, `co
 GGUF file as `org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. GGUF files of Mistral,
 InternLM 3 and Mixtral call their architecture `llama`, those of the text of GLM-4.1V and GLM-OCR `glm4`, those of
 Youtu-LLM, GLM-4.7-Flash and Kimi K2 `deepseek2`. Of files of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (`qwen2vl`, `qwen3vl`,
-`qwen3vlmoe`) the text is served. Those of InternLM 2 (`internlm2`) are read as Llama's. Files of models
-that pool are `bert` (BERT, RoBERTa, XLM-R, DistilBERT), `nomic-bert`, `modern-bert`, `jina-bert-v2` and
-`gemma-embedding`.
+`qwen3vlmoe`) the text is served. Files of models that pool are `bert` (BERT, RoBERTa, XLM-R, DistilBERT), `nomic-bert`,
+`modern-bert`, `jina-bert-v2` and `gemma-embedding`.
 
 **Your own family:** register it with `jaxengine.register_model`, as
 [examples/custom_model.py](../examples/custom_model.py) does. Every command takes such a file, or a module on

@@ -10,7 +10,7 @@ from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import ALL_HEADS, AROUND, OUTPUT, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import gguf_layers, gguf_shared_experts
+from jaxengine.models.config.readers.gguf import gguf_layers, gguf_shared_experts, gguf_sliding
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
@@ -146,6 +146,27 @@ def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
     )
 
 
+def _gguf_cohere_experts(fields: ConfigFields) -> ExpertsConfig | None:
+    """Return the ExpertsConfig of a GGUF file: sigmoid scores without correction, and the average with the shared MLP.
+    None without experts. Raises ModelConfigError for wrong fields.
+    """
+    experts = gguf_sigmoid_experts(fields)
+    if experts is None:
+        return None
+    return replace(experts, correction_bias=False, output_scale=0.5 if experts.shared_intermediate_size else 1.0)
+
+
+def _gguf_cohere_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
+    """Return the attention of each layer of a GGUF file: a window in three of four layers, where the pattern is not
+    listed, and rope there and in the first dense layers. Raises ModelConfigError for wrong fields.
+    """
+    fields.integer("attention.sliding_window")
+    first, full = fields.integer("leading_dense_block_count", minimum=0), replace(layers[0], window=None)
+    found = gguf_layers(fields, layers[0], full, 4, full_first=True)
+    turned = (slides or layer < first for layer, slides in enumerate(gguf_sliding(fields, 4, full_first=True)))
+    return tuple(each if turns else replace(each, rope=None) for each, turns in zip(found, turned, strict=True))
+
+
 def shared_of_size(fields: ConfigFields) -> ExpertsConfig:
     """Return the ExpertsConfig of `sigmoid_experts` with a shared MLP of size `shared_expert_intermediate_size`. Raises
     ModelConfigError for wrong fields.
@@ -267,6 +288,14 @@ EXPERT_ROWS: dict[str, Row] = {
         choose=lambda fields, form: replace(form, norm=RMS) if fields.has("rms_norm_eps") else form,
         each_layer=_cohere_layer,
         experts=_cohere_experts,
+        gguf=GGUFRow(
+            "cohere2moe",
+            eps="attention.layer_norm_epsilon",
+            experts=_gguf_cohere_experts,
+            layers=_gguf_cohere_layers,
+            more=lambda fields: {"logit_scale": fields.number("logit_scale")},
+            interleaved=True,
+        ),
         more=lambda fields: {
             "logit_scale": fields.number("logit_scale", 0.0625),
             "intermediate_size": fields.integer("prefix_dense_intermediate_size", fields.integer("intermediate_size")),

@@ -240,6 +240,8 @@ HUB_ROWS: dict[str, Row] = {
         defaults={"rms_norm_eps": 1e-6, "bias": True},
         bias="bias",
         output_bias="bias",
+        # Files have queries, keys and values apart.
+        gguf=GGUFRow("internlm2", choose=lambda _, form: replace(form, qkv=DeclaredForm().qkv, joined=ROWS)),
         **_RMS,
     ),
     "ChatGLMModel": Row(
@@ -358,6 +360,7 @@ HUB_ROWS: dict[str, Row] = {
         about="Falcon under its first name, RefinedWeb.",
         spelled={**ROWS_BY_NAME["FalconForCausalLM"].spelled, "n_head_kv": "num_kv_heads"},
         adapt=_refined_web_fields,
+        gguf=None,
     ),
     "StableLMEpochForCausalLM": ROWS_BY_NAME["StableLmForCausalLM"]._replace(
         about="StableLM under its first name.",

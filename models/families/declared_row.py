@@ -115,6 +115,8 @@ class GGUFRow(NamedTuple):
       experts: function from the metadata's fields to the ExpertsConfig; None for a family without experts.
       layers: function from the metadata's fields and the attention of equal layers to that of each; None if they are.
       read: function from the file to what `gguf_fields` returns, with states; None for that function itself.
+      more: function from the metadata's fields to further arguments of ModelConfig; None for none.
+      interleaved: whether rope pairs neighbouring elements.
     """
 
     architecture: str
@@ -126,6 +128,8 @@ class GGUFRow(NamedTuple):
     experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
     layers: Callable[[ConfigFields, tuple[LayerAttention, ...]], tuple[LayerAttention, ...]] | None = None
     read: Callable[[GGUFConfig], dict[str, Any]] | None = None
+    more: Callable[[ConfigFields], Mapping[str, Any]] | None = None
+    interleaved: bool = False
 
 
 class Row(NamedTuple):
@@ -235,7 +239,8 @@ class Row(NamedTuple):
         experts = None if own.experts is None else own.experts(gguf.fields)
         clip = None if own.clip is None else gguf.fields.number(own.clip, None)
         options: dict[str, Any] = {"bias": own.bias, "output_bias": own.bias, "clip": clip, "experts": experts}
-        shared = gguf_fields(gguf, eps=own.eps, partial_rotary=True, **options) if own.read is None else own.read(gguf)
+        options |= {"partial_rotary": True, "interleaved": own.interleaved}
+        shared = gguf_fields(gguf, eps=own.eps, **options) if own.read is None else own.read(gguf)
         if own.layers is not None:
             shared["attention"] = own.layers(gguf.fields, shared["attention"])
         if not form.up:
@@ -243,7 +248,8 @@ class Row(NamedTuple):
         if not own.rotates:
             shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
         named = {} if experts is None else {"activation": form.activation}
-        return shared | {"mlp_bias": own.bias, "declared": form, **named}
+        more = {} if own.more is None else own.more(gguf.fields)
+        return shared | {"mlp_bias": own.bias, "declared": form, **named, **more}
 
     def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
         """Return the fields that families share, as arguments of ModelConfig, including latent attention if the row has

@@ -181,6 +181,12 @@ def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     return replace(form, placement=PARALLEL, norms=("ln_attn", "ln_mlp") if norms == 2 else form.norms[:1])
 
 
+def _gguf_falcon_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
+    """Return the form of a GGUF file: attention and MLP in parallel, after two norms if there are two."""
+    two = "attn_norm_2" in gguf.stored
+    return replace(form, joined=ROWS, placement=PARALLEL, norms=("ln_attn",) * two + form.norms[:1])
+
+
 def _opt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Return the form with norms with or without weights, placed before the parts (with a final norm, unless the config
     removes it) or after them, and with the embedding's size. Raises ModelConfigError for wrong fields.
@@ -386,6 +392,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         adapt=_falcon_sizes,
         choose=_falcon_form,
         each_layer=_falcon_layer,
+        gguf=GGUFRow("falcon", eps="attention.layer_norm_epsilon", choose=_gguf_falcon_form),
     ),
     "OPTForCausalLM": Row(
         "OPT (Zhang et al. 2022, arXiv:2205.01068) and Galactica: layer norms, learned positions, biases, a ReLU.",

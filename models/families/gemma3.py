@@ -79,14 +79,15 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         fields = gguf.fields
-        fields.integer("attention.sliding_window")  # files of the first converters lack it, and llama.cpp then has none
+        # Files of the first converters lack it, and llama.cpp then has none.
+        window = fields.integer("attention.sliding_window")
         both_ways = gguf_architecture(gguf.metadata) == EMBEDDING_GEMMA
         if both_ways and fields.has("dense_2_feat_in"):
             raise fields.fail("dense_2_feat_in", "absent: projections after the pooling are not read")
         shared = gguf_fields(gguf, scale=gguf_scale(fields, 62), causal=not both_ways)
         layer = shared["attention"][0]
-        if both_ways and layer.window is not None:
-            layer = replace(layer, window=layer.window // 2 + 1)  # both sides together
+        if both_ways:
+            layer = replace(layer, window=window // 2 + 1)  # both sides together
         local, full = replace(layer, rope=Rope(layer.head_dim, 10_000.0)), replace(layer, window=None)
         return shared | {
             "attention": gguf_layers(fields, local, full, full_every=6),

@@ -16,9 +16,9 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.altup import KimiK3Parts
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import MAX_FLOAT, MAX_LAYERS, ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_shared_experts
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_of_layers, gguf_shared_experts
 from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
-from jaxengine.models.config.readers.gguf_states import of_layers, with_states
+from jaxengine.models.config.readers.gguf_states import with_states
 from jaxengine.models.config.readers.hf import FULL, read_each_layer
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
@@ -109,7 +109,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         experts = replace(experts, norm_weights=fields.boolean("expert_weights_norm", True))
         state = GatedDelta(heads, heads, size, size, fields.integer("ssm.conv_kernel"), by_element=True, rank=size)
         shared = gguf_latent_fields(gguf, experts=experts)
-        recurrent = [not each for each in of_layers(fields, "attention.head_count_kv", 0)]
+        recurrent = [not each for each in gguf_of_layers(fields, "attention.head_count_kv", minimum=0)]
         shared = with_states(shared, state, recurrent)
         shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
         return shared | {"kimi_k3": KimiK3Parts(num_layers=len(shared["attention"]))}

@@ -24,8 +24,8 @@ DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 OLMO3 = "olmo2 with windows"
 EMBEDDING_GEMMA = "gemma-embedding"
 # Architectures whose files are read as those of others. Of models that see, they have the text part, whose tokens have
-# equal positions in all sections of rope; of InternLM 2, queries, keys and values apart.
-READ_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama"}
+# equal positions in all sections of rope.
+READ_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 READ_AS |= {EMBEDDING_GEMMA: "gemma3", "nemotron_h_moe": "nemotron_h"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2

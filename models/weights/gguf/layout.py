@@ -294,7 +294,7 @@ class GGUFLayout(NamedTuple):
 LAYOUTS: dict[str, GGUFLayout] = {
     "llama": GGUFLayout(_MIXTRAL, permuted=True),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "qwen3vlmoe"), GGUFLayout()),
-    **dict.fromkeys(("mistral3", "internlm2"), GGUFLayout(permuted=True)),
+    "mistral3": GGUFLayout(permuted=True),
     "qwen2moe": GGUFLayout(_SHARED_EXPERT, rows=_GATE_ROW),
     "qwen3next": GGUFLayout({**_DELTA, **_SHARED_EXPERT}, norm_offset=1.0, bare=_DELTA_BARE, rows=_GATE_ROW),
     "qwen35": GGUFLayout(_DELTA, norm_offset=1.0, bare=_DELTA_BARE),
@@ -356,10 +356,32 @@ LAYOUTS: dict[str, GGUFLayout] = {
             "attn_output": "attention.dense",
             "attn_q_norm": "attention.query_layernorm",
             "attn_k_norm": "attention.key_layernorm",
+            "layer_output_norm": "final_layernorm",  # of the layer that predicts further tokens
         },
         bare={"exp_probs_b": "mlp.gate.expert_bias"},
     ),
     "phimoe": GGUFLayout(_MIXTRAL),
+    "cohere2moe": GGUFLayout(_SHARED),
+    "internlm2": GGUFLayout(
+        {
+            "attn_norm": "attention_norm",
+            "attn_output": "attention.wo",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        permuted=True,
+    ),
+    "falcon": GGUFLayout(
+        {
+            "attn_norm_2": "ln_attn",
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        }
+    ),
     "stablelm": GGUFLayout({f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{expert}}" for part in "qk"}),
     "hunyuan-dense": GGUFLayout(_HUNYUAN),
     "bert": GGUFLayout(_BERT, layers=_BERT_LAYERS, tables=_BERT_TABLES),
@@ -446,7 +468,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
         # The file's name of this norm has no end.
         bare={"ffn_norm": "pre_ff_layernorm.weight", **{part: f"mamba.{name}" for part, name in _MAMBA_BARE.items()}},
         vectors=_MAMBA_VECTORS,
-        of_model={"output_norm": "model.final_layernorm"},
+        tables={"output_norm": "model.final_layernorm"},
     ),
     "kimi-linear": GGUFLayout(_KIMI, bare=_KIMI_BARE, vectors=frozenset(("ssm_a",))),
     "jamba": GGUFLayout(_JAMBA, bare={part: f"mamba.{name}" for part, name in _SCAN_BARE.items()}),

@@ -128,12 +128,23 @@ def test_a_pattern_may_leave_out_a_layer_that_predicts_further_tokens():
     assert read("exaone-moe", **EXPERTS, attention__sliding_window=None)[0] == [(None, FULL)] * 8
 
 
+def test_cohere2_with_experts():
+    local = Rope(32, 1e6, interleaved=True)
+    own = {**EXPERTS, "logit_scale": 0.5, "leading_dense_block_count": 5, "expert_shared_count": 1}
+    layers, config = read("cohere2moe", **own)
+    assert layers == ([(None, local)] + [(100, local)] * 3) * 2 and config.logit_scale == 0.5
+    assert config.experts.output_scale == 0.5 and not config.experts.correction_bias
+    layers, _ = read("cohere2moe", **{**own, "leading_dense_block_count": 0}, attention__sliding_window=512)
+    assert layers == ([(None, None)] + [(None, local)] * 3) * 2
+
+
 def test_windows_of_encoders():
     layers, config = read("modern-bert")
     assert layers == ([(None, FULL)] + [(51, LOCAL)] * 2) * 2 + [(None, FULL), (51, LOCAL)] and not config.is_causal
     assert read("modern-bert", attention__sliding_window=None)[0] == [(None, FULL)] * 8
     layers, config = read("gemma-embedding", attention__layer_norm_epsilon=None)
     assert layers[4:7] == [(51, LOCAL), (None, FULL), (51, LOCAL)] and not config.is_causal
+    assert read("gemma-embedding", attention__sliding_window=512)[0][0] == (257, LOCAL)
 
 
 def test_a_layer_that_predicts_further_tokens_is_left_unread():
@@ -142,6 +153,8 @@ def test_a_layer_that_predicts_further_tokens_is_left_unread():
         assert len(layers) == 7 and config.unread == ("model.layers.7.",)
     named = LAYOUTS["glm4"].canonical_name("blk.7.nextn.eh_proj.weight")
     assert named == "model.layers.7.nextn.eh_proj.weight"
+    named = LAYOUTS["bailingmoe2"].canonical_name("blk.7.layer_output_norm.weight")
+    assert named.startswith(read("bailingmoe2", nextn_predict_layers=1, **EXPERTS)[1].unread)
 
 
 STATES = {"time_step_rank": 4, "group_count": 2, "state_size": 8, "inner_size": 32, "conv_kernel": 4}
@@ -203,6 +216,10 @@ def test_layers_with_states():
         ("ernie4_5-moe", {**EXPERTS, "expert_gating_func": 2}, r"expert_gating_func must be 1 \(softmax\) or absent"),
         ("exaone-moe", {**EXPERTS, "expert_gating_func": 1}, r"expert_gating_func must be 2 \(sigmoid\) or absent"),
         ("bailingmoe2", {**EXPERTS, "expert_used_count": None}, "bailingmoe2.expert_used_count is missing"),
+        ("cohere2moe", {**EXPERTS, "logit_scale": 0.5}, "cohere2moe.leading_dense_block_count is missing"),
+        ("cohere2moe", {**EXPERTS, "attention.layer_norm_epsilon": None}, "attention.layer_norm_epsilon is missing"),
+        ("internlm2", {"attention.layer_norm_rms_epsilon": None}, "attention.layer_norm_rms_epsilon is missing"),
+        ("falcon", {"attention.head_count_kv": "one"}, "falcon.attention.head_count_kv must be an integer"),
         ("phimoe", {**EXPERTS, "expert_used_count": 3}, "phimoe.expert_used_count must be 2, got 3"),
         ("stablelm", {"attention.layer_norm_epsilon": "x"}, "stablelm.attention.layer_norm_epsilon must be"),
         ("bert", {"attention.layer_norm_epsilon": None}, "bert.attention.layer_norm_epsilon is missing"),

@@ -23,6 +23,9 @@ ARCHITECTURES = {
     "BailingMoeV2ForCausalLM": "bailingmoe2",
     "PhiMoEForCausalLM": "phimoe",
     "CohereForCausalLM": "command-r",
+    "Cohere2MoeForCausalLM": "cohere2moe",
+    "InternLM2ForCausalLM": "internlm2",
+    "FalconForCausalLM": "falcon",
     "StableLmForCausalLM": "stablelm",
 }
 PARTS = ("gate", "up", "down")
@@ -47,7 +50,23 @@ OWN_NAMES: dict[str, Mapping[str, str]] = {
         "model.per_layer_projection_norm": "per_layer_proj_norm",
     },
     "glm4moe": {"post_attention_layernorm": "post_attention_norm", **SHARED},
-    **dict.fromkeys(["ernie4_5-moe", "exaone-moe"], SHARED),
+    **dict.fromkeys(["ernie4_5-moe", "exaone-moe", "cohere2moe"], SHARED),
+    "internlm2": {
+        "attention_norm": "attn_norm",
+        "attention.wo": "attn_output",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+        "ffn_norm": "ffn_norm",
+    },
+    "falcon": {
+        "ln_attn": "attn_norm_2",
+        "ln_mlp": "attn_norm",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
     "bailingmoe2": {
         **SHARED,
         "attention.query_key_value": "attn_qkv",
@@ -142,6 +161,8 @@ def converted(
     """As gguf_conversion.converted."""
     architecture = ARCHITECTURES[config["architectures"][0]]
     names = {**NAMES, **OWN_NAMES.get(architecture, {})}
+    config = {"rope_theta": 10000.0} | {key: value for key, value in config.items() if value is not None}
+    config = {**config, **(_falcon(config) if architecture == "falcon" else {})}
     written: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
@@ -161,7 +182,11 @@ def converted(
             stacks.setdefault(f"blk.{layer}.attn_{part}_norm.weight", {})[int(head)] = values
         elif match := _LAYER.fullmatch(name):
             layer, part, kind = match.groups()
-            written[f"blk.{layer}.{names[part]}.{kind}"] = values.squeeze()
+            own = {names.get(part, ""): values.squeeze()}
+            if part in ("attention.wqkv", "self_attention.query_key_value") and architecture in ("internlm2", "falcon"):
+                own = _groups_apart(config, values)
+                own = own if architecture == "internlm2" else {"attn_qkv": np.concatenate([*own.values()])}
+            written |= {f"blk.{layer}.{each}.{kind}": rows for each, rows in own.items()}
         else:
             written[f"{names[module]}.{kind}"] = values
     written |= {name: np.stack([each[number] for number in sorted(each)]) for name, each in stacks.items()}
@@ -238,6 +263,24 @@ def _encoder_metadata(architecture: str, config: Mapping[str, Any]) -> dict[str,
         "tokenizer.ggml.token_type_count": (U32, config.get("type_vocab_size", 1)),
         "tokenizer.ggml.bos_token_id": (U32, 1),
         "tokenizer.ggml.eos_token_id": (U32, 2),
+    }
+
+
+def _groups_apart(config: Mapping[str, Any], values: np.ndarray) -> dict[str, np.ndarray]:
+    """InternLM2Model and FalconModel: rows of queries, keys and values, of which groups of heads have each in turn."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    apart = values.reshape(groups, heads // groups + 2, -1, *values.shape[1:])
+    queries, keys, own = (part.reshape(-1, *values.shape[1:]) for part in (apart[:, :-2], apart[:, -2], apart[:, -1]))
+    if "InternLM2ForCausalLM" in config["architectures"]:
+        queries, keys = first.permuted(queries, heads), first.permuted(keys, groups)
+    return {"attn_q": queries, "attn_k": keys, "attn_v": own}
+
+
+def _falcon(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": config["num_kv_heads"] if config["new_decoder_architecture"] else 1,
+        "intermediate_size": config["ffn_hidden_size"],
+        "layer_norm_eps": config["layer_norm_epsilon"],
     }
 
 
@@ -323,6 +366,21 @@ _OWN_METADATA = {
     "phimoe": _experts,
     "command-r": lambda config: {
         "logit_scale": (F32, config["logit_scale"]),
+        "rope.scaling.type": (STRING, "none"),
+    },
+    "cohere2moe": lambda config: {
+        **_experts({**config, "moe_intermediate_size": config["intermediate_size"]}),
+        "feed_forward_length": (U32, config["prefix_dense_intermediate_size"]),
+        "logit_scale": (F32, config["logit_scale"]),
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "attention.sliding_window_pattern": (
+            ARRAY,
+            (BOOL, [kind == "sliding_attention" for kind in config["layer_types"]]),
+        ),
+        "leading_dense_block_count": (U32, 1),
+        "expert_weights_norm": (BOOL, config["norm_topk_prob"]),
+        "expert_gating_func": (U32, 2),
+        "expert_shared_count": (U32, config["num_shared_experts"]),
         "rope.scaling.type": (STRING, "none"),
     },
     "stablelm": lambda config: {"use_parallel_residual": (BOOL, config["use_parallel_residual"])},

@@ -32,7 +32,6 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
-    "InternLM2ForCausalLM": "internlm2",
     "Exaone4ForCausalLM": "exaone4",
     "Starcoder2ForCausalLM": "starcoder2",
     "NemotronForCausalLM": "nemotron",
@@ -57,7 +56,7 @@ ARCHITECTURES = {
     "PhiForCausalLM": "phi2",
     "GraniteMoeForCausalLM": "granitemoe",
 }
-PERMUTED = ("llama", "mistral3", "internlm2", "granite", "minicpm", "smollm3", "arcee", "olmo", "granitemoe")
+PERMUTED = ("llama", "mistral3", "granite", "minicpm", "smollm3", "arcee", "olmo", "granitemoe")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 NAMES = {
     "model.embed_tokens": "token_embd",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -32,6 +31,7 @@ from tests.fixtures.encoder_models import make_encoder
 from tests.models.families.test_golden import assert_close, padded
 from tests.models.weights.gguf import further_conversion, gguf_conversion
 from tests.models.weights.gguf.gguf_states_conversion import STATES, converted_states
+from tests.models.weights.gguf.gguf_writer import U32, gguf_bytes
 
 ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -112,6 +112,7 @@ CASES |= {
     "phimoe": {"router_jitter_noise": 0.01},
     "cohere": {},
     "cohere_untied": {"rope_parameters": DEFAULT_ROPE},
+    "cohere2_moe": {"expert_selection_fn": "sigmoid"},
     "stablelm": {},
     "stablelm_norms": {},
 }
@@ -147,6 +148,7 @@ CASES |= STATE_CASES
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 REARRANGED = ("gpt2", "gpt_neox")
+JOINED = ("internlm2", "falcon", "falcon_groups")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
 
@@ -267,7 +269,9 @@ def test_the_model_and_its_weights(opened, name):
         "youtu",
         "qwen3_5",
         "falcon_h1",  # whose file has no multipliers: its weights include them
-        *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in REARRANGED),
+        "internlm2",
+        "falcon_groups",
+        *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in (*REARRANGED, "falcon")),
     ],
 )
 def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
@@ -281,6 +285,30 @@ def check_logits(source, golden, paged_run):
     for index, prompt in enumerate(golden.prompts):
         logits = paged_run(model).step({"a": prompt}, num_tokens=padded(len(prompt)))["a"]
         assert_close(logits, golden.logits[index])
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "exaone_moe", "bailing_moe", "cohere2_moe"])
+def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, monkeypatch, name):
+    config = {**read_config_json(FOLDER / name), **CASES[name]}
+    tensors, count, size = tensors_of(name, config), config["num_hidden_layers"], config["hidden_size"]
+    last = f".layers.{count - 1}."
+    tensors |= {key.replace(last, f".layers.{count}."): each for key, each in tensors.items() if last in key}
+
+    def with_layer(metadata, written):
+        own = metadata["general.architecture"][1]
+        more = {f"{own}.block_count": (U32, count + 1), f"{own}.nextn_predict_layers": (U32, 1)}
+        ends = ["nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "nextn.embed_tokens"]
+        ends += ["layer_output_norm"] * (own == "bailingmoe2")
+        unread = np.zeros((size, size), np.float32)
+        added = (gguf_conversion.tensor(f"blk.{count}.{end}.weight", unread) for end in ends)
+        return gguf_bytes(metadata | more, [*written, *added])
+
+    monkeypatch.setattr(further_conversion, "gguf_bytes", with_layer)
+    (path := tmp_path / "model.gguf").write_bytes(further_conversion.converted(config, tensors))
+    source = open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))
+    assert len(source.config.attention) == count
+    load_params(build_model(source.config, Build("float32")), source.weights)
+    source.close()
 
 
 @pytest.mark.parametrize(
@@ -335,43 +363,13 @@ def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
     source.close()
 
 
-def test_internlm2(tmp_path, recorded, paged_run):
-    """InternLM2Model.modify_tensors takes queries, keys and values of each group apart."""
-    config, parts = (
-        {**read_config_json(FOLDER / "internlm2"), "rope_theta": 10000.0},
-        {"w1": "gate", "w3": "up", "w2": "down"},
-    )
-    names = {
-        "attention.wo": "self_attn.o_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    names |= {f"feed_forward.{own}": f"mlp.{part}_proj" for own, part in parts.items()}
-    names |= {"model.tok_embeddings": "model.embed_tokens", "output.weight": "lm_head.weight"}
-    with contextlib.closing(SafetensorsCheckpoint(checkpoint("internlm2"))) as source:
-        stored = {name: source.read(name) for name in source.names()}
-    tensors = {}
-    for name, values in stored.items():
-        for own, usual in names.items():
-            name = name.replace(own, usual)
-        if "wqkv" not in name:
-            tensors[name] = values
-            continue
-        of_groups = values.reshape(config["num_key_value_heads"], 4, -1, values.shape[1])
-        for part, own in {"q": of_groups[:, :2], "k": of_groups[:, 2], "v": of_groups[:, 3]}.items():
-            tensors[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = own.reshape(-1, values.shape[1])
-    (path := tmp_path / "model.gguf").write_bytes(gguf_conversion.converted(config, tensors))
-    with contextlib.closing(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))) as source:
-        check_logits(source, recorded("internlm2"), paged_run)
-
-
 def test_every_layout_has_a_family_and_a_case():
     families = {model.gguf_architecture for model in (*MODELS.values(), *ENCODERS.values()) if model.gguf_architecture}
     assert {family.partition(" ")[0] for family in families} == set(LAYOUTS) - set(READ_AS)
     others = [(LAYOUTS[name], LAYOUTS[other]) for name, other in READ_AS.items()]
     assert all(own.permuted == other.permuted for own, other in others)
     # Those of Llama and Qwen are in test_gguf.py.
-    changed = {**CASES, **dict.fromkeys(REARRANGED, {})}
+    changed = {**CASES, **dict.fromkeys((*REARRANGED, *JOINED), {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
     encoders = {architecture for architecture, _ in further_conversion.ENCODERS.values()}
