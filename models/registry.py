@@ -34,7 +34,7 @@ from jaxengine.models.families.wrapped import Wrapper, over_text
 from jaxengine.models.layers.dflash import DFlash
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
-from jaxengine.models.model_classes import ENCODERS, MODELS, ClassTable
+from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import MODEL, CheckpointNames
@@ -124,10 +124,11 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
     with the name of the nearest one if any is similar.
     """
     # Only as many families are imported as come before the one that reads the file.
-    classes: tuple[ClassTable[Any], ...] = (MODELS, ENCODERS)
-    for model in (each for table in classes for each in table.values()):
-        if model.gguf_architecture == architecture:
-            return model
+    classes: Any = (MODELS, ENCODERS)
+    for table in classes:
+        for model in table.values():
+            if model.gguf_architecture == architecture:
+                return model
     every = (model.gguf_architecture for table in classes for model in table.values())
     known = {name for name in every if name is not None}
     raise ModelConfigError(_unsupported(architecture, sorted(known)))

@@ -26,7 +26,7 @@ from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import class_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import ALIASES
+from jaxengine.models.config.readers.gguf import READ_AS
 from jaxengine.models.config.readers.hf import hf_architecture, with_usual_fields
 from jaxengine.models.families import declared
 from jaxengine.models.model_classes import MODELS
@@ -418,7 +418,7 @@ def _models() -> Iterator[str]:
         if is_custom(model):
             continue
         gguf, found = model.gguf_architecture, errors.get(name, [])
-        read = ", ".join(f"`{each}`" for each in (gguf, *(key for key in ALIASES if ALIASES[key] == gguf)) if each)
+        read = ", ".join(f"`{each}`" for each in (gguf, *(key for key in READ_AS if READ_AS[key] == gguf)) if each)
         module = inspect.getmodule(model)
         about = (inspect.getdoc(model if module is declared else module) or "").partition("\n\n")[0]
         measured = f"{recorded[name]} | {f'{max(found):.0e}' if found else ''}"

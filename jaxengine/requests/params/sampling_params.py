@@ -426,7 +426,10 @@ class SamplingParams(SamplingFields):
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
         """Return parameters in which a field given as None, except max_tokens, has its default. Raises RequestError."""
-        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+        fields: dict[str, Any] = {
+            name: value for name, value in given.items() if value is not None or name == "max_tokens"
+        }
+        return cls(**fields)
 
     def clone(self) -> SamplingParams:
         """Return an unchecked copy; logit_bias and extra_args are copied too, but not values within extra_args."""
