@@ -30,7 +30,6 @@ from jaxengine.models.config.readers.dflash import DFlashConfig
 from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family, with_stored_biases
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
-from jaxengine.models.families.wrapped import Wrapper, over_text
 from jaxengine.models.layers.dflash import DFlash
 from jaxengine.models.layers.eagle3 import Eagle3
 from jaxengine.models.layers.next_token import next_token_class, with_next_layer
@@ -88,6 +87,8 @@ def model_for_hf(architecture: str, *, nested: bool = False) -> type[CausalLM]:
     """
     architecture, _, text = architecture.partition("[")
     if text:
+        from jaxengine.models.families.wrapped import over_text
+
         return over_text(model_for_hf(architecture), model_for_hf(text.removesuffix("]")))
     family, _ = family_of(architecture, nested=nested)
     model: Any = MODELS.get(family) or ENCODERS.get(family)
@@ -100,8 +101,10 @@ def _with_text(model: Any, fields: ConfigFields) -> Any:
     """Return the class of the layers of a config.json's model, whose own class is `model`: that over the class of the
     text part's model_type if `model` takes any. Raises ModelConfigError for a type without a class.
     """
-    if not issubclass(model, Wrapper):
+    if not hasattr(model, "text_kind"):  # no Wrapper, whose module a plain model needs not
         return model
+    from jaxengine.models.families.wrapped import over_text
+
     kind = model.text_kind(fields)
     names = {f"{stem}{end}" for stem in (_plain(kind), _plain(kind.removesuffix("_text"))) for end in _GENERATING}
     for name in MODELS:

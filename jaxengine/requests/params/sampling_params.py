@@ -356,11 +356,8 @@ class SamplingParams(SamplingFields):
         if rule is not None:
             value = rule(name, value)
         elif type(value) is not type(default) or value != default:
-            raise RequestError(
-                f"{name} is not supported yet: leave it at {default!r}, got {show_value(value)}",
-                param=name,
-                value=value,
-            )
+            text = f"{name} is not supported yet: leave it at {default!r}, got {show_value(value)}"
+            raise RequestError(text, param=name, value=value)
         object.__setattr__(self, name, value)
 
     @property
@@ -426,9 +423,7 @@ class SamplingParams(SamplingFields):
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
         """Return parameters in which a field given as None, except max_tokens, has its default. Raises RequestError."""
-        fields: dict[str, Any] = {
-            name: value for name, value in given.items() if value is not None or name == "max_tokens"
-        }
+        fields: Any = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         return cls(**fields)
 
     def clone(self) -> SamplingParams:

@@ -55,14 +55,14 @@ def split(model):
 def test_devices_share_a_tower_or_have_one_each(folders, name):
     config = read_folder(folders[name])
     shared = split(build_model(config, Build("float32")))
-    # A ClipEncoder's are within it. Of LFM3-VL's convolutions there are kernels, too.
-    within = [path[path[0] == "encoder" :] for path in shared]
+    # A ClipEncoder's and a multiplied tower's are within it. Of LFM3-VL's convolutions there are kernels, too.
+    within = [path[path[0] in ("encoder", "inner") :] for path in shared]
     named = [tuple(OTHERS.get(part, part) for part in path[1:4]) for path in within if path[0] == "layers"]
     layers = {path for path in named if path[2] != "kernel"}
     tower: Any = config.tower
     count = tower.num_layers if hasattr(tower, "num_layers") else tower.vit.num_layers
     assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
-    behind = {part for path in shared if path[0] in ("merger", "projector", "up", "down") for part in path}
+    behind = {part for path in within if path[0] in ("merger", "projector", "up", "down") for part in path}
     # Gemma 4's tower and those of Ovis are followed by one product, HunyuanOCR's by small convolutions, MiniCPM-V's by
     # a resampler.
     others = "gemma4", "ovis2_5", "ovis2_6", "hunyuan_vl", "hy_v4_vl", "minicpmv2_6", "minicpmv4_5"

@@ -1,7 +1,4 @@
-"""Checkpoints of models with recurrent states to GGUF files by the rules of llama.cpp's converter, for tests.
-
-Written from those rules (conversion/*.py), like gguf_conversion.py, for the architectures in STATES.
-"""
+"""Checkpoints of the models in STATES to GGUF files by the rules of llama.cpp's converter, as gguf_conversion does."""
 
 from __future__ import annotations
 
