@@ -249,7 +249,7 @@ def test_an_adapter_whose_files_have_changed_ends_its_own_requests(llm, adapters
 
 
 def test_an_adapter_is_read_again_in_place(llm, adapters, expected, tmp_path, monkeypatch):
-    """Once for a call, however many prompts share the request, and from another folder if its path is another one."""
+    """An adapter is read once for a call, however many prompts share it, and from another folder if its path is new."""
     store, read = llm.core.engine.extensions.adapter_store(), []
     monkeypatch.setattr(store, "read", lambda path, of=store.read: (read.append(path), of(path))[1])
     first = write_adapter(tmp_path / "first", TINY_CHECKPOINT, seed=50)

@@ -219,7 +219,7 @@ def test_texts_of_llava(kind):
 
 
 def test_embeddings_of_images_are_multiplied_as_those_of_tokens():
-    """By Granite in any case, by Gemma where transformers 4 wrote the file."""
+    """Granite multiplies what towers give in any case, Gemma where transformers 4 wrote the file."""
     for kind, version, factor in (
         ("gemma", "4.39.0", 32.0),
         ("gemma", "5.24.0", 1.0),
