@@ -261,7 +261,7 @@ def read_gguf(
     model = model_for_gguf(gguf_family(metadata, biased or ()))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors, stored)
     shape = model.read_gguf(gguf)
-    shape = shape if biased is None else with_stored_biases(shape, biased)
+    shape = shape if biased is None else with_stored_biases(shape, biased, stored)
     return ModelConfig(architecture=model.__name__, pooler=pooler, **shape)
 
 

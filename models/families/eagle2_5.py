@@ -51,7 +51,4 @@ class Eagle2_5_VLForConditionalGeneration(Wrapper, LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         if fields.has("llm_config"):
             fields = ConfigFields({**fields.raw, "text_config": fields.value("llm_config")})
-        text = fields.mapping("text_config") or {}
-        if text.get("model_type") == _BIDIRECTIONAL:
-            fields = ConfigFields({**fields.raw, "text_config": {**text, "model_type": "llama"}})
         return cls.read_text(fields) | {"tower": read_eagle(fields)}

@@ -103,10 +103,8 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         fields = gguf.fields
         heads, size = fields.integer("attention.head_count"), fields.integer("kda.head_dim")
-        experts = gguf_shared_experts(fields, scoring_func="sigmoid")
-        if experts is None:
-            raise fields.fail("expert_count", "an integer >= 1")
-        experts = replace(experts, norm_weights=fields.boolean("expert_weights_norm", True))
+        fields.integer("expert_count")  # there is no model without
+        experts = gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)
         state = GatedDelta(heads, heads, size, size, fields.integer("ssm.conv_kernel"), by_element=True, rank=size)
         shared = gguf_latent_fields(gguf, experts=experts)
         recurrent = [not each for each in gguf_of_layers(fields, "attention.head_count_kv", minimum=0)]

@@ -103,10 +103,8 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
     @classmethod
     def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
-        experts = gguf_shared_experts(fields, scoring_func="sigmoid")
-        if experts is None:
-            raise fields.fail("expert_count", "an integer >= 1")
-        return replace(experts, norm_weights=fields.boolean("expert_weights_norm", True))
+        fields.integer("expert_count")  # there is no model without
+        return gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         assert self.config.experts is not None

@@ -50,8 +50,7 @@ class Wrapper:
     @classmethod
     def read_text(cls, fields: ConfigFields) -> dict[str, Any]:
         """Return arguments of ModelConfig from text_config. Raises ModelConfigError for wrong fields."""
-        text = text_fields(fields)
-        return cls.family.read_hf(of_kind(text, text.text("model_type", cls.text)))
+        return cls.family.read_hf(of_kind(text_fields(fields), cls.text_kind(fields)))
 
 
 @cache

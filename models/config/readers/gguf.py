@@ -157,31 +157,34 @@ def gguf_fields(
     }
 
 
-def with_stored_biases(shape: Mapping[str, Any], biased: Collection[str]) -> dict[str, Any]:
-    """Return arguments of ModelConfig, `shape`, with the biases of attention, MLPs and Mamba that a file has: no
-    metadata say it, and llama.cpp takes what there is. Layers with latents keep what their family reads.
+def with_stored_biases(
+    shape: Mapping[str, Any], biased: Collection[str], stored: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return arguments of ModelConfig, `shape`, with the biases of attention, MLPs and Mamba that a file has, and the
+    norm of Mamba-2: no metadata say it, and llama.cpp takes what there is. Layers with latents keep what their family
+    reads.
 
-    biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q, and ssm_norm. Raises
-    ModelConfigError if the scores of experts have one in a family that does not correct them.
+    biased: llama.cpp's names of the matrices that have a bias in any layer, such as attn_q. stored: see GGUFConfig.
+    Raises ModelConfigError if the scores of experts have one in a family that does not correct them.
     """
     experts = shape.get("experts")
     if _CORRECTION in biased and experts is not None and not experts.correction_bias:
         raise ModelConfigError(f"expert_gating_func must be {SIGMOID} (sigmoid) in a file with {_CORRECTION}.bias")
     own = {"bias": any(name in biased for name in _INPUTS), "output_bias": "attn_output" in biased}
     layers = tuple(
-        replace(each, state=_with_biases(each.state, biased), **({} if each.latent is not None else own))
+        replace(each, state=_with_biases(each.state, biased, stored), **({} if each.latent is not None else own))
         for each in shape["attention"]
     )
     return {**shape, "attention": layers, "mlp_bias": any(name in biased for name in _MLP)}
 
 
-def _with_biases(state: LayerState | None, biased: Collection[str]) -> LayerState | None:
+def _with_biases(state: LayerState | None, biased: Collection[str], stored: Collection[str]) -> LayerState | None:
     """Return a layer's state with the biases that a file has, and with the norm of Mamba-2, if it is one of Mamba;
     others are unchanged.
     """
     own: dict[str, Any] = {"conv_bias": "ssm_conv1d" in biased, "bias": "ssm_in" in biased}
     if isinstance(state, StateSpace):
-        norm = "after" if "ssm_norm" in biased else state.norm
+        norm = "after" if "ssm_norm" in stored else state.norm
         return replace(state, **own, output_bias="ssm_out" in biased, norm=norm)
     return replace(state, **own) if isinstance(state, SelectiveScan) else state
 
@@ -252,11 +255,11 @@ def gguf_experts(
     )
 
 
-def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsConfig | None:
+def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str, norm_weights: bool = False) -> ExpertsConfig | None:
     """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers, in groups, with a shared MLP.
     None for a file without experts (Youtu-LLM). scoring_func: "softmax", or "sigmoid", which comes with a correction
-    bias. Raises ModelConfigError for a field that is missing or wrong, and if the file gives another gating function
-    than `scoring_func`.
+    bias. norm_weights: default of expert_weights_norm. Raises ModelConfigError for a field that is missing or wrong,
+    and if the file gives another gating function than `scoring_func`.
     """
     if not fields.integer("expert_count", 0, minimum=0):
         return None
@@ -267,7 +270,7 @@ def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsCo
     return gguf_experts(
         fields,
         size=EXPERT_SIZE,
-        norm_weights=fields.boolean("expert_weights_norm", False),
+        norm_weights=fields.boolean("expert_weights_norm", norm_weights),
         dense_layers=tuple(range(min(fields.integer("leading_dense_block_count", 0, minimum=0), num_layers))),
         scoring_func=scoring_func,
         correction_bias=scoring_func == "sigmoid",

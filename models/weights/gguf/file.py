@@ -36,8 +36,8 @@ MAX_EXPERTS = 4096
 
 # Ends of the names of factors of a whole matrix, in addition to the scales of its blocks (NVFP4).
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
-# A bias of a layer, or the norm of a state's output, which some models lack.
-_BIAS = re.compile(r"blk\.[0-9]+\.(?:([a-z0-9_]+)\.bias|(ssm_norm)\.weight)")
+# A bias of a layer; and weights, of a layer or outside.
+_BIAS = re.compile(r"blk\.[0-9]+\.([a-z0-9_]+)\.bias")
 _WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+)\.weight")
 _HEADS = "attention.head_count"
 
@@ -61,8 +61,7 @@ class GGUFFile:
       path: the given path, as text; of a split model, that of the first file.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
       architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
-      biased: llama.cpp's names of layers' matrices that have a bias in any layer, such as attn_q, and ssm_norm if any
-        layer has this norm.
+      biased: llama.cpp's names of layers' matrices that have a bias in any layer, such as attn_q.
       stored: llama.cpp's names of modules with weights, of layers without the layer's number, such as attn_q_norm.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, or of another architecture.
@@ -89,7 +88,7 @@ class GGUFFile:
             self._tensors = self._named(tensors)
             orders = arrangements(self.architecture, self._positive)
             self._arranged = arrange(self.path, self._tensors, self._factors, orders)
-            self.biased = frozenset(match[1] or match[2] for info in tensors if (match := _BIAS.fullmatch(info.name)))
+            self.biased = frozenset(match[1] for info in tensors if (match := _BIAS.fullmatch(info.name)))
             self.stored = frozenset(match[1] for info in tensors if (match := _WEIGHT.fullmatch(info.name)))
             self._kept: dict[str, tuple[str, str]] = {}
         except BaseException as error:

@@ -242,7 +242,7 @@ def test_layers_with_states():
         ),
         ("falcon-h1", {}, "falcon-h1.ssm.time_step_rank is missing"),
         ("kimi-linear", {}, "kimi-linear.kda.head_dim is missing"),
-        ("kimi-linear", {"kda.head_dim": 16}, "kimi-linear.expert_count must be an integer >= 1"),
+        ("kimi-linear", {"kda.head_dim": 16}, "kimi-linear.expert_count is missing"),
         ("jamba", {"expert_count": 1.5}, "jamba.expert_count must be an integer >= 0"),
         ("mamba", {"ssm.dt_b_c_rms": 1}, "mamba.ssm.dt_b_c_rms must be true or false"),
         ("mamba2", {"ssm.time_step_rank": "4"}, "mamba2.ssm.time_step_rank must be an integer >= 1"),

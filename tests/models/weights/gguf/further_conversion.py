@@ -307,7 +307,7 @@ def _gemma3n(config: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
-    """What TextModel.set_gguf_parameters writes of experts."""
+    """Return the metadata of experts that TextModel.set_gguf_parameters writes."""
     named = {
         "expert_count": ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts"),
         "expert_used_count": ("num_experts_per_tok", "moe_k"),
