@@ -37,6 +37,7 @@ from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import MODEL, CheckpointNames
+from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.quantization.registry import PLAIN, read_quantization
 from jaxengine.sharding.layout import MeshLayout
 
@@ -288,6 +289,10 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
     config that cannot be built.
     """
     family: Any = model_for_hf(config.architecture)
+    stored, names = config.quantization, family.checkpoint_names.next_layer
+    if names and isinstance(stored, Quantization):  # it names the layer's modules as the checkpoint does
+        own = tuple((old, f"model.layers.{config.num_layers}.{new}") for old, new in names)
+        config = replace(config, quantization=replace(stored, prefixes=(*own, *stored.prefixes)))
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
 
 

@@ -226,6 +226,10 @@ ROOMS = {
         "sharding models.config models models.layers.base models.layers scheduler.base scheduler.batches "
         "scheduler.pages sampling config.features config records runner.base runner.executables runner.programs"
     ),
+    "runner.extensions.states": (
+        "sharding models.config models models.layers.attention models.layers models.layers.states scheduler.batches "
+        "scheduler.pages runner.base"
+    ),
     "runner.extensions.adapters": (
         "models.params models models.layers.base models.weights.adapters scheduler.base scheduler.batches "
         "scheduler.extensions config.base config.features config checkpoint runner.base runner.programs"
@@ -246,8 +250,8 @@ ROOMS = {
     ),
     "runner.extensions:build": (
         "models config.base config checkpoint media runner.base runner.programs runner.extensions.pooling "
-        "runner.extensions runner.extensions.adapters runner.extensions.pictures runner.extensions.sounds "
-        "runner.extensions.drafts"
+        "runner.extensions runner.extensions.states runner.extensions.adapters runner.extensions.pictures "
+        "runner.extensions.sounds runner.extensions.drafts"
     ),
     "runner": (
         "sharding models.quantization.base models models.weights.views scheduler.base scheduler.batches "

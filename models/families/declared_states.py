@@ -22,6 +22,7 @@ from jaxengine.models.config.readers.hf import (
     read_rope,
     ropes_by_kind,
 )
+from jaxengine.models.config.readers.state_space import read_dt_limits, read_state_space
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.state import (
     GatedRecurrence,
@@ -29,8 +30,6 @@ from jaxengine.models.config.state import (
     SelectiveScan,
     ShortConvolution,
     StateSpace,
-    read_dt_limits,
-    read_state_space,
 )
 from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope, parts_of_heads, softmax_experts
 from jaxengine.models.families.declared_rows import EPSILON

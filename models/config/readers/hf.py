@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 # Fields with the number of layers, after the last one, that predict further tokens. The last is MiniMax's.
-_NEXT_TOKEN_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+_NEXT_TOKEN_FIELDS = "num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers"
 # ModelOpt's file of quantization settings, read if config.json has none.
 QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.

@@ -150,7 +150,7 @@ def test_windows_of_encoders():
 def test_a_layer_that_predicts_further_tokens_is_left_unread():
     for architecture, changes in (("glm4", {}), ("glm4moe", EXPERTS), ("bailingmoe2", EXPERTS)):
         layers, config = read(architecture, attention__sliding_window=None, nextn_predict_layers=1, **changes)
-        assert len(layers) == 7 and config.unread == ("model.layers.7.",)
+        assert len(layers) == 7 and config.unread == ("model.layers.7.", "mtp.")
     named = LAYOUTS["glm4"].canonical_name("blk.7.nextn.eh_proj.weight")
     assert named == "model.layers.7.nextn.eh_proj.weight"
     named = LAYOUTS["bailingmoe2"].canonical_name("blk.7.layer_output_norm.weight")

@@ -23,24 +23,40 @@ from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER, draw, draw_all
 
 PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 12, 1e-4
+OTHER = pytest.mark.thorough("another family")
+
+
+def stored_names(tensors, prefix: str, model):
+    """The layer's tensors as checkpoints of the model's family name them, and CheckpointNames.next_layer."""
+    names = model.checkpoint_names.next_layer
+    inverse = [(prefix + new, old) for old, new in names]
+    found = {
+        key: next((old + key.removeprefix(new) for new, old in inverse if key.startswith(new)), key) for key in tensors
+    }
+    assert not names or {key.partition(".")[0] for key in found.values()} == {"mtp"}
+    return {found[key]: value for key, value in tensors.items()}, names
 
 
 @pytest.mark.parametrize(
-    "name", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough("another family"))]
+    "name",
+    ["glm4_moe", "qwen3_5", *(pytest.param(name, marks=OTHER) for name in ("deepseek_v3", "qwen3_next"))],
 )
 def test_logits_are_those_of_the_definition(name, recorded, tmp_path):
     model, config = recorded(name).model, recorded(name).config
     prefix = f"model.layers.{config.num_layers}."
-    own = draw_all(json.loads((FOLDER / name / "next_token.json").read_text()))
+    about = json.loads((FOLDER / name / "tensors.json").read_text())
+    shapes = json.loads((FOLDER / name / "next_token.json").read_text())
+    own = draw_all(shapes, offset_norms=about["offset_norms"])
     # A checkpoint has copies of what the model lends.
     copies = {"embed_tokens.weight": np.ones((config.vocab_size, config.hidden_size), np.float32)}
     copies["shared_head.head.weight"] = copies["embed_tokens.weight"]
     other = {"model.norm.weight": draw("model.norm.weight", (config.hidden_size,))}
+    own, names = stored_names(own, prefix, model)
     save_file(own | other | {prefix + key: value for key, value in copies.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((FOLDER / name / "config.json").read_text())
     head = build_next_token(config, Build("float32"))
     source = SafetensorsCheckpoint(tmp_path)
-    nnx.update(head, load_params(head, NextTokenSource(source, config.num_layers)))
+    nnx.update(head, load_params(head, NextTokenSource(source, config.num_layers, names)))
     source.close()
     graph, state = nnx.split(head)
 
