@@ -103,12 +103,12 @@ class FairLock:
 
 
 class _Deferred:
-    """Deferral of a signal: the first one is remembered, further ones are passed to the earlier handler.
+    """Deferral of one signal number: the first signal is remembered, further ones are passed to the earlier handler.
 
     Attributes:
       number: the signal.
       handler: its earlier handler.
-      is_pending: whether one has been remembered.
+      is_pending: whether a signal has been remembered.
       has_raised: whether the earlier handler has raised an exception.
     """
 
@@ -117,8 +117,8 @@ class _Deferred:
         self.number, self.handler, self.is_pending, self.has_raised = number, handler, False, False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember a signal that is the first one, or that comes while the lock changes hands, which must not happen by
-        half; call the earlier handler for others, and raise its exceptions.
+        """Remember a signal if none is remembered yet, or if it comes while the lock changes hands, which must not be
+        interrupted. Otherwise call the earlier handler and raise its exceptions.
         """
         if self.is_pending and (frame is None or frame.f_code not in _CHANGES):
             try:

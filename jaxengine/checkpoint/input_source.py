@@ -33,7 +33,7 @@ class InputSource:
       generation_defaults: sampling parameters suggested by the model's authors, or set by the user.
       tokenizer_path: folder of a tokenizer that replaces the model's own; None for the model's own.
       pooling: how a pooling model computes its results; None for a generating model.
-      control_vectors: those of the option steering_vectors, by name.
+      control_vectors: control vectors that the option steering_vectors names, by name.
     """
 
     path: Path

@@ -191,8 +191,8 @@ class Cluster(Peers):
     def shutdown(self, reason: str | None = None) -> None:
         """Send the workers "end", or "failed" with `reason`, wait up to _END_SECONDS for them, and close connections.
 
-        reason: of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this process,
-        which shares the connections.
+        reason: reason of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this
+        process, which shares the connections.
         """
         if os.getpid() != self._pid:
             return

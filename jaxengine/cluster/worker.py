@@ -121,8 +121,8 @@ class Host0(Peers):
     def leave(self, reason: str | None = None) -> NoReturn:
         """Exit the process at once, even if a thread is waiting for other processes.
 
-        reason: of a failure, which is logged, with status 1. None sends "bye" to host 0 and exits with status 0; raises
-        OSError if that cannot be sent.
+        reason: reason of a failure, which is logged; the status is then 1. None sends "bye" to host 0 and exits with
+        status 0; raises OSError if that cannot be sent.
         """
         if reason is None:
             self._channel.send("bye")

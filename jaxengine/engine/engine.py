@@ -54,7 +54,9 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work: unfinished requests or steps in flight; in a pause, steps and expired requests."""
+        """Whether `step` has work: unfinished requests or steps in flight; while paused, only steps in flight and
+        requests whose deadline has passed.
+        """
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
@@ -86,13 +88,18 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Move a request from `uncounted` to the statistics. reason, num_output: what its caller got; None: its own."""
+        """Move a request from `uncounted` to the statistics. reason, num_output: finish reason and number of tokens
+        that its caller got; None for the request's own.
+        """
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step; collect the oldest if none was or enough are in flight, or wait briefly; return results."""
+        """Run the loop once and return its results. Dispatch a step, if one can be scheduled; collect the oldest step
+        in flight, if none was dispatched or as many as allowed are in flight; without either, wait briefly for
+        extensions.
+        """
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -112,7 +119,9 @@ class Engine:
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Apply an extension's events: release ready requests, end rejected and ended ones and add them to `output`."""
+        """Apply an extension's events: release ready requests, and end rejected and ended ones. Adds the ended ones to
+        `output.finished`, and the rejected ones with their errors to `output.refused`.
+        """
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -124,7 +133,9 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule, dispatch and return a step, None without rows or if paused; add timeouts and events to `output`."""
+        """Schedule a step, dispatch its forward pass, and return it; None if no row was scheduled or the scheduler is
+        paused. Adds requests that timed out and the events of extensions to `output`.
+        """
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -154,7 +165,9 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch an epilogue, if any; else collect steps until the sampler's inputs are known, and dispatch that."""
+        """Dispatch the epilogue of an extension, if there is one. Otherwise collect steps, adding their results to
+        `output`, until the inputs of the sampler are known, send them, and dispatch the sampler.
+        """
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks
@@ -171,7 +184,9 @@ class Engine:
         self.stats.dispatch_seconds += self._now() - start
 
     def _collect(self, output: EngineOutput) -> None:
-        """Wait for the oldest step; update scheduler and statistics, run `collected` hooks, add results to `output`."""
+        """Wait for the tokens of the oldest step in flight, update the scheduler and statistics, run the `collected`
+        hooks, and add the results to `output`.
+        """
         done, start = self._in_flight.popleft(), self._now()
         token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
         arrived = self._now()

@@ -187,8 +187,8 @@ def reset_caches(scheduler: Scheduler, *, prefixes: bool = True) -> None:
 
 
 def preempt_stale(loop: Loop, kv: KVMode, which: Callable[[Request], bool] | None = None) -> None:
-    """Preempt the running requests whose keys and values earlier weights have made, with no step in flight: none with
-    kv="keep", unless the model pools, because the one result of a request would then be of several weights.
+    """Preempt running requests, whose keys and values earlier weights have computed. Must be called with no step in
+    flight. Does nothing for kv="keep", unless the model pools.
 
     which: selects the requests; None for all.
     """

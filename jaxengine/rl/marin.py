@@ -58,8 +58,8 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
     as marin's losses divide logits by it.
 
     Attributes:
-      tokenizer: the model's, as a transformers object.
-      model_name: of the model, in completions.
+      tokenizer: the model's tokenizer, as a transformers object.
+      model_name: name of the model in completions.
       mesh, axis_mapping: none, so that marin's weight transfer delivers tensors on the host.
     """
 

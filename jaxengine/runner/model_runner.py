@@ -336,7 +336,7 @@ class ModelRunner:
         number of pages is unchanged.
 
         before: bytes of a device in use before any program was compiled. They are only used on CPUs, where the growth
-        of the process shows the memory of programs. Freshly compiled programs hold about half as much as loaded ones.
+        of the process shows the memory of programs.
         """
         plans = []
         in_use = self.memory_in_use()  # before programs are asked for their sizes, which takes memory

@@ -25,7 +25,7 @@ class MediaItem:
     Attributes:
       modality: "image", "video" or "audio"; with EMBEDS, `patches` are the embeddings themselves, and nothing is
         encoded.
-      digest: of its decoded pixels and all processing of them; equal digests mean equal embeddings.
+      digest: digest of its decoded pixels and all processing of them; equal digests mean equal embeddings.
       positions: i32 [n], the prompt positions of its n embeddings, ascending.
       patches: f32 [P, F], input of the model's tower (jaxengine.models.config.tower), padded to a multiple of its unit.
       columns: i32 [C, P], integer inputs of each patch, -1 in padding.

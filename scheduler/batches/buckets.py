@@ -61,11 +61,7 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
-        """Create the buckets: decodes of decode_sizes and max_num_seqs rows, mixed ones of mixed_sizes tokens and the
-        most, each mixed one also with `sections` if there are any, and for each of `widths` decodes of several tokens.
-
-        Raises ValueError for a size in decode_sizes or mixed_sizes that is below 1 or beyond its limit.
-        """
+        """Create the buckets that the class describes, with its errors."""
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
             ("mixed_sizes", mixed_sizes := list(mixed_sizes), max_num_batched_tokens),

@@ -222,8 +222,8 @@ class Offload(SchedulerExtension):
         self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
-        """Unpin the stored content of a request that is running or has ended, and forget its load and that it was
-        checked.
+        """Forget everything about a request that got a slot or has ended: its load, whose room becomes free, its pinned
+        content, which is unpinned, and that it was checked or must stay in the queue.
         """
         for room in self.rooms:
             room.remove(request)

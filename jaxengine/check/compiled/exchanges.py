@@ -61,8 +61,8 @@ class Exchange:
       opcode: one of KINDS, as compiled.
       place: "layer 3", a scope of AROUND_LAYERS or ENCODING, or "" if the compiler added it.
       count: number of exchanges that the compiler combined in it; 0 for one that completes another.
-      elements: of its largest operand or result.
-      num_bytes: of its operands or of its results, whichever is larger.
+      elements: elements of its largest operand or result.
+      num_bytes: bytes of its operands or of its results, whichever is larger.
       text: description for messages.
       beside: whether it is in a branch of a conditional of which another branch, which exchanges as much or more, is
         counted.

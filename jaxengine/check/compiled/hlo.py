@@ -76,9 +76,9 @@ class Instruction:
       name: unique in its module.
       opcode: HLO's name of the operation, such as fusion.
       type_text: HLO type of the result.
-      elements: of the result; for a tuple, of its first array.
+      elements: elements of the result; for a tuple, those of its first array.
       fast: whether the result is in on-chip memory (TPU: VMEM), so that it is a prefetch and not a copy in HBM.
-      root: whether it is the result of its computation.
+      root: whether its result is that of its computation.
       rest: operands and attributes as text.
     """
 

@@ -87,7 +87,7 @@ class CheckedProgram:
       is_step: whether it is a forward pass or an epilogue, not a kernel by itself.
       is_largest: whether it is the forward pass that determines the workspace.
       function: to be traced and compiled.
-      arguments: of the function: shapes with shardings.
+      arguments: arguments of the function, as shapes with shardings.
       donate: indices of donated arguments.
       work: bytes and operations for the roofline.
       must_not_copy: arrays that it must not copy.

@@ -55,9 +55,9 @@ class ExecutableFiles:
         """Open the folders, and delete old files in the user's own.
 
         directory: None for the folder in JAXENGINE_CACHE_DIR or, if that is not set, the user's cache folder; "", in
-        either, stores and finds nothing. A URL names a Bucket, which is then the only folder, except file:// before an
-        absolute path, which is a folder. If it names a folder of root's, new files go to the user's cache folder. A
-        folder that cannot be opened or made is not an error: nothing is stored then (`can_keep`).
+        either, stores and finds nothing. A URL names a Bucket, which is then the only folder; file:// and an absolute
+        path name that folder. If the named folder belongs to root, it is only read, and new files go to the user's
+        cache folder. A folder that cannot be opened or made is not an error: nothing is stored then (`can_keep`).
 
         Raises:
           ConfigError: others may write to the named folder, the path after file:// is relative, or Bucket refuses the

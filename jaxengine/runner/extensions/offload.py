@@ -279,7 +279,7 @@ class Leaving(NamedTuple):
 
     Attributes:
       entries: (key, row of the arrays) of each page or state.
-      arrays: of each pool of each stage [rows, ...], or of each array of states.
+      arrays: for each pool of each stage, or for each array of states, an array [rows, ...] of their contents.
       size: pages of a replica in the arrays, padding included; 0 for states.
     """
 
@@ -297,8 +297,8 @@ class Coming(NamedTuple):
     """Pages or a state of one replica that have been sent to the devices.
 
     Attributes:
-      rank: index of the replica. keys: of the pages, or of the state.
-      arrays: of each stage, for `scatter` or `scatter_states` of its PageCopies.
+      rank: index of the replica. keys: keys of the pages, or of the state.
+      arrays: for each stage, the arguments of `scatter` or `scatter_states` of its PageCopies.
       size: pages of a replica in the arrays; 0 for a state.
     """
 

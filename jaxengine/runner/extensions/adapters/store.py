@@ -138,7 +138,8 @@ class AdapterStore:
 
     def known(self, name: str, path: str, number: int, in_place: bool = False) -> bool:
         """Whether an adapter with this name, path and number is loaded. The path of an adapter given from memory is not
-        compared. in_place: False for the adapter with this name and number, whatever its path: it may be replaced.
+        compared. in_place: the adapter with this name and number is to be replaced, so that the result for it is False,
+        whatever its path.
 
         Raises RequestError if the name or number is not allowed, if another adapter has one of them or a name that
         looks alike, or if MAX_ADAPTERS are loaded.
