@@ -47,7 +47,7 @@ class Rank:
       index: number of the replica.
       pages: page tables of its slots. pool: the pool of their pages.
       slots: its running requests.
-      budget: tokens that the step being scheduled can still take; 0 after a preemption, so that no request is admitted.
+      budget: tokens that the step being scheduled can still take; 0 after a preemption.
       preempted: requests that lost their slot in this step.
       decodes: i64 [n], slots that feed their last sampled token in this step.
       weights_digest: digest of the weights that compute requests admitted from now on, see Request.

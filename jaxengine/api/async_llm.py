@@ -212,9 +212,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload the adapter with this lora_int_id, so that no new request can use it. Returns whether there was one.
-        Raises EngineDeadError.
-        """
+        """Unload the adapter with this lora_int_id. Returns whether there was one. Raises EngineDeadError."""
         for each in await self.utility("adapters"):
             if each["number"] == lora_id:
                 await self.utility("unload_adapter", each["name"])

@@ -149,7 +149,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, so that `step` has work to do."""
+        """Whether a request waits or runs."""
         return self.engine.has_unfinished
 
     def rest(self) -> float:

@@ -139,7 +139,7 @@ def prefix_reset(running: bool, external: bool, name: str = "reset_connector") -
     """Return the name of the utility (`EngineCore.utilities`) that drops cached prefixes.
 
     running: whether running requests compute their pages again ("recompute_running") or not ("reset_prefix_cache").
-    Raises RequestError, which names the argument `name`, if `external` is true, because no reset deletes files.
+    Raises RequestError, which names the argument `name`, if `external` is true.
     """
     if external:
         raise RequestError(f"{name} is true; allowed: false, as no reset deletes files of pages", param=name)

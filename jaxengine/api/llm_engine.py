@@ -158,7 +158,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload the adapter with this lora_int_id, so that no new request uses it. Returns whether there was one."""
+        """Unload the adapter with this lora_int_id. Returns whether there was one."""
         with self._lock:
             for each in self.core.utility("adapters"):
                 if each["number"] == lora_id:

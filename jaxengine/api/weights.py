@@ -58,8 +58,7 @@ class WeightMethods(CoreMethods):
           version: version of the new weights, as `weight_version` and outputs report it. None for the current one plus
             one; if the current one is a text, for the number of updates of the model, including this one.
           mode: whether running requests continue ("keep"), may finish first ("wait") or are ended ("abort"). New
-            requests wait in any case. "wait" is refused while `pause_generation` or `sleep` keeps requests, because
-            they could not finish.
+            requests wait in any case. "wait" is refused while `pause_generation` or `sleep` keeps requests.
           kv: whether running requests compute their keys and values again ("recompute") or continue with those that the
             old weights have computed ("keep"; in a pooling model they compute them again). "drop" is "recompute", and
             also clears cached prefixes at once. No request uses cached pages that other weights have computed.
@@ -227,8 +226,7 @@ class WeightMethods(CoreMethods):
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
         reset_running_requests: also compute running requests again from their first token, once no step is in flight.
-        The steps that are in flight are completed here. Raises RequestError if reset_connector is true, because files
-        of kv_offloading_path are not deleted.
+        The steps that are in flight are completed here. Raises RequestError if reset_connector is true.
         """
         with self._lock:
             done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
@@ -306,8 +304,7 @@ class AsyncWeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """Replace an adapter's matrices, or add an adapter, as `LLM.update_lora`, with the same arguments and errors.
-        """
+        """Replace an adapter's matrices, or add an adapter, as `LLM.update_lora`, with its arguments and errors."""
         weights = await self._weights()
         weights.check(None, mode, kv)
         adapters = await self.between_steps(lambda: _adapters_of(self.core))

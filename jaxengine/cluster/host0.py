@@ -1,9 +1,8 @@
 """Host 0 of an engine of several processes, the one that schedules: its side of the connections to the workers.
 
-Host 0 announces each program to the workers (worker.py) before it executes the program itself, so that all processes
-execute the same programs in the same order. It admits workers and detects lost ones. jax's start-up traffic between
-processes passes through such connections, too, so that host 0 opens only master_port. Devices exchange data over
-connections of their own, in a network that must be trusted.
+Host 0 announces each program to the workers (worker.py) before it executes the program itself: all execute the same
+programs in the same order. It admits workers and detects lost ones. jax's start-up traffic passes through the same
+port, master_port. Devices exchange data over connections of their own, in a network that must be trusted.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ class Cluster(Peers):
                 self.check()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Call `function` on another thread, because devices may wait forever for a lost process; return its result.
+        """Call `function` on another thread; return its result.
 
         Raises ClusterError once a process is lost. An error of `function` is raised after up to BLAME_SECONDS, as
         ClusterError if the loss of a process is detected in the meantime.
@@ -181,9 +180,7 @@ class Cluster(Peers):
             raise ClusterError(self._failure)
 
     def _check_open(self) -> None:
-        """Raise ClusterError if a process is lost, or once the engine shuts down, because workers then no longer
-        answer.
-        """
+        """Raise ClusterError if a process is lost, or once the engine shuts down."""
         self.check()
         if self._closing:
             raise ClusterError("the engine has been shut down")
@@ -248,10 +245,7 @@ class Cluster(Peers):
             del function, outcome  # else they hold arrays until the next call
 
     def _leave(self) -> None:
-        """Exit handler: end the workers, and if a process was lost exit this process at once with status 1.
-
-        It runs before jax's own handler, which would wait for devices that wait for the lost process.
-        """
+        """Exit handler: end the workers, and if a process was lost exit this process at once with status 1."""
         self.shutdown()
         if self._failure is not None and os.getpid() == self._pid:
             logging.shutdown()

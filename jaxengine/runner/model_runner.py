@@ -1,8 +1,8 @@
 """Device side of the engine: ModelRunner, which executes steps on all pipeline stages of a model.
 
-Serving calls only executables that were made at start-up. An executable refuses any other shape, so nothing can compile
-while serving. Slots are numbered over all replicas: replica * max_num_seqs + the replica's own slot number. This module
-handles rows and messages; all that it gets of a request are the sampling parameters of its slot.
+Serving calls only executables that were made at start-up. An executable refuses any other shape. Slots are numbered
+over all replicas: replica * max_num_seqs + the replica's own slot number. This module handles rows and messages; all
+that it gets of a request are the sampling parameters of its slot.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class ModelRunner:
 
     def sample(self, pending: PendingStep) -> None:
         """Dispatch the epilogue that ends a step, its sampler or what replaces it, here and in the engine's other
-        processes. The step then has `sampled` and no longer `forwarded`, so no other epilogue can run on it.
+        processes. The step then has `sampled` and no longer `forwarded`.
 
         It must be called before the next forward pass is dispatched, which reads the sampled tokens.
         """

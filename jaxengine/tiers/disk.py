@@ -138,9 +138,7 @@ class DiskTier:
                 yield key, block
 
     def touch(self, key: bytes) -> bool:
-        """Set the time of a key's file to now. Returns whether there is such a file; if not, it is no longer known, so
-        that `write` writes it again.
-        """
+        """Set the time of a key's file to now. Returns whether there is such a file; if not, it is no longer known."""
         try:
             os.utime(path_of(self.folder, key))
         except OSError:

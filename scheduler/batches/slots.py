@@ -1,4 +1,4 @@
-"""Running requests in columns with one row per slot, so that a step handles all of them with a few array operations."""
+"""Running requests in columns with one row per slot."""
 
 from __future__ import annotations
 

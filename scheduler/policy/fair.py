@@ -129,8 +129,8 @@ class FairQueue:
         self._service[self._numbers[request.client]] -= OUTPUT_WEIGHT
 
     def stop(self, request: Request) -> None:
-        """Count a request as no longer running, since it has lost its slot, and forget all clients if none waits or
-        runs. Call it after `push` if the request waits again.
+        """Count a request as no longer running, and forget all clients if none waits or runs. Call it after `push` if
+        the request waits again.
         """
         self._running[self._numbers[request.client]] -= 1
         self._forget_if_idle()

@@ -1,8 +1,7 @@
 """Lists the exchanges between devices in a compiled step and checks that the model accounts for all of them.
 
 Layers write exchanges (jaxengine.sharding.collectives) under named scopes, and XLA keeps the scope of each instruction.
-So an exchange belongs to a layer, to one of the few scopes around the layers, or was added by the compiler, which is
-reported.
+Exchanges outside of these scopes were added by the compiler, and are reported.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Module:
 def parse(text: str) -> Module:
     """Parse the text of a module, from `Compiled.as_text()` or XLA's dumps, and return the module.
 
-    Lines of another form are skipped, so text that is not HLO gives a module without computations.
+    Lines of another form are skipped.
     """
     module, body, name = Module(), [], ""
     for line in text.splitlines():

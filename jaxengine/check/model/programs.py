@@ -2,8 +2,8 @@
 themselves.
 
 Everything is abstract: shapes with shardings over a mesh of devices that need not exist. The programs are those of
-jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py, so a check sees what the engine
-would run. All sizes are of one device's part of an array.
+jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py. All sizes are of one device's part
+of an array.
 """
 
 from __future__ import annotations
@@ -381,8 +381,7 @@ class StagePrograms:
         """Return the arrays that a step must not copy: the pool `kv`, weight matrices, and state arrays and adapter
         pools of _SMALL bytes or more.
 
-        num_logits: rows of the step's logits. An array of their type is left out, because the logits may have a state's
-        type.
+        num_logits: rows of the step's logits. An array of their type is left out.
         """
         named = list(zip(self._names, self.params, strict=True))
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]

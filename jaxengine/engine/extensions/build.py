@@ -1,7 +1,7 @@
 """Choice of an engine's extensions: some are needed from the start because of options, others once a request needs
 them.
 
-An extension's module is imported where the extension is made, so that an engine loads only the modules that it uses.
+An extension's module is imported where the extension is made.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Pages to offload are gathered into an array of their own, in the order of the steps, and copied to the host while later
 steps run. Pages to load are first sent to the devices, and written into the pool once they have arrived. The programs
-exist in a few sizes, all compiled at start-up. A page's content includes what extensions hold under its number, as
-draft models hold keys and values.
+exist in a few sizes, all compiled at start-up. A page's content includes what extensions hold under its number.
 """
 
 from __future__ import annotations
@@ -340,7 +339,7 @@ class PageMover(HostExtension):
         return max(self.page_bytes, self.state_bytes)
 
     def warm_up(self) -> None:
-        """Run each program once with no page or snapshot to copy, so that nothing is changed; waits for the gathers."""
+        """Run each program once with no page or snapshot to copy; waits for the gathers."""
         for size in SIZES:
             nothing = np.full(self._num_ranks * size, -1, np.int32)
             for stage in self._stages:

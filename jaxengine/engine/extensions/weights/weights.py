@@ -1,7 +1,6 @@
 """Replacement of weights while requests run: pauses, versions, and the fate of cached keys and values.
 
-Weights are switched between two steps with none in flight, so each token belongs to one version. Nothing compiles:
-executables take weights as arguments.
+Weights are switched between two steps with none in flight. Nothing compiles: executables take weights as arguments.
 """
 
 from __future__ import annotations
@@ -312,7 +311,7 @@ class Weights(Pauses):
 
 def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:
     """Replace a draft model's weights while the engine is paused, and return what was replaced. The engine's version
-    stays, since no sampled token depends on a draft model.
+    stays.
 
     kv: "recompute" and "drop" preempt running requests and reset the prefix cache, whose pages also have the draft
     model's keys and values. Raises RequestError for a version other than None. Asserts that the pause is complete.
