@@ -137,7 +137,7 @@ class Rank:
         request. Reserves nothing, but sets the request's weights digest and page digests.
 
         There must be pages for all known tokens of the request, in addition to those that running requests still need
-        for theirs. Otherwise an admitted prompt might have to be preempted, and computed again.
+        for theirs.
         """
         request.compute_with(self.weights_digest)
         known = request.known_token_ids()

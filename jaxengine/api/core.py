@@ -351,7 +351,7 @@ class _EngineLock(FairLock):
 
 def engine_lock(core: EngineCore) -> FairLock:
     """Return a lock for calls of `core`. Acquiring it raises EngineDeadError in a fork. A call that is interrupted
-    while it holds the lock, by a second Ctrl-C for instance, marks the engine as dead, because buffers may be lost.
+    while it holds the lock, by a second Ctrl-C for instance, marks the engine as dead.
     """
 
     def interrupted() -> None:

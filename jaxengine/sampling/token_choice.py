@@ -213,8 +213,6 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _unordered(key: jax.Array) -> jax.Array:
-    """Return the float32 numbers whose `_ordered` keys are given, i32; subnormal numbers become 0, because XLA:CPU
-    compares them as 0 and numpy does not.
-    """
+    """Return the float32 numbers whose `_ordered` keys are given, i32; subnormal numbers become 0."""
     x = lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)

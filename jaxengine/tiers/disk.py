@@ -41,7 +41,7 @@ class DiskTier:
     """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
 
     Attributes:
-      is_far: always False, because reading waits for no other machine. address: always None.
+      is_far: always False. address: always None.
       folder: the folder.
       num_bytes: total size of the files that this engine knows of.
       num_written: number of blocks written.

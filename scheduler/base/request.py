@@ -33,7 +33,7 @@ class Wait(enum.IntEnum):
     """Reason why a waiting request may not run, even if there is room.
 
     NONE: there is no such reason. TOKEN: it was preempted, and its last sampled token is not known yet. APART: it waits
-    outside the queue for something that an extension provides, so that it blocks no other request.
+    outside the queue for something that an extension provides.
     """
 
     NONE = 0

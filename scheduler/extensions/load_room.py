@@ -24,7 +24,7 @@ class Load:
       keys: keys of the pages to load, those that the replica lacks, and after them that of a state, if any.
       num_tokens: number of tokens that need not be computed once all are loaded.
       num_more: number of pages that the request needs in addition to `pages` when it is admitted.
-      is_far: whether another engine has some of the keys, so that nobody knows when they come, or if.
+      is_far: whether another engine has some of the keys.
       came: time.monotonic() seconds at which a part of them came last, -inf before; the engine's extension sets it.
       is_done: whether all that came has been written into the pool; the engine's extension sets it.
     """

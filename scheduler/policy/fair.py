@@ -29,8 +29,8 @@ class FairQueue:
     the step that samples it is scheduled. Tokens computed again after preemption are not charged.
 
     When a client begins to wait, its counter is raised to the smallest counter of the clients that wait already, or to
-    that of the client that waited last, so that idle time earns it nothing. A counter that such a raise would reach
-    anyway is forgotten once its client neither waits nor runs; all are forgotten when no request waits or runs.
+    that of the client that waited last. A counter that such a raise would reach anyway is forgotten once its client
+    neither waits nor runs; all are forgotten when no request waits or runs.
 
     Attributes:
       size: number of waiting requests.

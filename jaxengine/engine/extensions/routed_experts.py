@@ -97,8 +97,7 @@ class RoutedExperts(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         """Exclude the request from prefix-cache hits, by `reads_prompt` of its params, if the experts of pages are not
-        kept: without prefix caching, and if all layers have windows, so that a prefix can be found without all of its
-        pages.
+        kept: without prefix caching, and if all layers have windows.
         """
         if self._group is None:
             request.params = replace(request.params, reads_prompt=True)

@@ -208,8 +208,8 @@ class PageCopies(StageExtension):
             )
 
     def _launched(self, arrays: Any) -> Any:
-        """Return `arrays` of a launch. On several CPU devices, wait for them first, as XLA:CPU hangs with many launches
-        in flight (see MAX_LAUNCHES_AHEAD of the stage runner).
+        """Return `arrays` of a launch. On several CPU devices, wait for them first (see MAX_LAUNCHES_AHEAD of the stage
+        runner).
         """
         devices = self._shape.mesh.devices
         return jax.block_until_ready(arrays) if devices.size > 1 and devices.flat[0].platform == "cpu" else arrays

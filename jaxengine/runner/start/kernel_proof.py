@@ -217,8 +217,7 @@ def _compiled(trial: Trial, proof: _Proof) -> Trial:
     """Return a lowered trial compiled for the proof's device: the kernel as in the engine's programs, and so plain XLA
     if both are timed. Otherwise plain XLA runs once, for its results. Any thread may call it.
 
-    On a CPU, kernels are interpreted, or machine code that XLA calls: what XLA optimises around them decides nothing,
-    so they are compiled for one run, too.
+    On a CPU they are compiled for one run, too.
     """
     as_used = partial(compile_program, backend=proof.device.platform, once=proof.device.platform == "cpu")
     return compiled_trial(trial, as_used, as_used if proof.timed else partial(as_used, once=True))
