@@ -263,8 +263,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
         pooling_params: None for the model's defaults; they are copied now. request_id: None for a generated one.
         priority, timeout, client: see `RequestOptions`. lora_request: see `generate`. The request starts when the
-        iteration starts, and leaving the iteration early aborts it. The iteration raises RequestError, also for a
-        result that is not finite, and EngineDeadError.
+        iteration starts; leaving it early aborts the request. It raises RequestError, also for a result that is not
+        finite, and EngineDeadError.
         """
         params, name = copy.copy(pooling_params), None if lora_request is None else lora_request.lora_name
         outputs = checked(self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client, lora=name)))
@@ -388,9 +388,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
-        """Return the engine's counters, gauges and histograms, each with a name and its values. Raises EngineDeadError
-        in a fork of the engine's process.
-        """
+        """Return the engine's metrics: counters, gauges and histograms. Raises EngineDeadError in a fork."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
@@ -491,9 +489,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                 del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
-        """Set `_dead` to `error`, run the queued commands, which raise it to their callers, and end all streams with
-        it.
-        """
+        """Set `_dead` to `error`, run queued commands, which raise it to their callers, and end all streams with it."""
         with self._command_lock:
             self._dead = error
         while self._commands:

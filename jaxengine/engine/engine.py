@@ -54,9 +54,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work: unfinished requests or steps in flight; while paused, only steps in flight and
-        requests whose deadline has passed.
-        """
+        """Whether `step` has work: unfinished requests or steps in flight; if paused, steps or expired requests."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
@@ -88,18 +86,13 @@ class Engine:
     def record_finish(
         self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
     ) -> None:
-        """Move a request from `uncounted` to the statistics. reason, num_output: finish reason and number of tokens
-        that its caller got; None for the request's own.
-        """
+        """Move a request from `uncounted` to the statistics. reason, num_output: what its caller got; None: its own."""
         if request in self.uncounted:
             self.uncounted.remove(request)
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Run the loop once and return its results. Dispatch a step, if one can be scheduled; collect the oldest step
-        in flight, if none was dispatched or as many as allowed are in flight; without either, wait briefly for
-        extensions.
-        """
+        """Dispatch a step; collect the oldest if none was or enough are in flight, or wait briefly; return results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -119,9 +112,7 @@ class Engine:
         self.extensions.shutdown()
 
     def _take(self, events: Events, output: EngineOutput) -> None:
-        """Apply an extension's events: release ready requests, and end rejected and ended ones. Adds the ended ones to
-        `output.finished`, and the rejected ones with their errors to `output.refused`.
-        """
+        """Apply an extension's events: release ready requests, end rejected and ended ones and add them to `output`."""
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.rejected:
@@ -133,9 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step, dispatch its forward pass, and return it; None if no row was scheduled or the scheduler is
-        paused. Adds requests that timed out and the events of extensions to `output`.
-        """
+        """Schedule, dispatch and return a step, None without rows or if paused; add timeouts and events to `output`."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -165,9 +154,7 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch the epilogue of an extension, if there is one. Otherwise collect steps, adding their results to
-        `output`, until the inputs of the sampler are known, send them, and dispatch the sampler.
-        """
+        """Dispatch an extension's epilogue, if any; else collect steps until the sampler can run, and dispatch that."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks
@@ -184,9 +171,7 @@ class Engine:
         self.stats.dispatch_seconds += self._now() - start
 
     def _collect(self, output: EngineOutput) -> None:
-        """Wait for the tokens of the oldest step in flight, update the scheduler and statistics, run the `collected`
-        hooks, and add the results to `output`.
-        """
+        """Wait for the oldest step; update scheduler and statistics, run `collected` hooks, add results to `output`."""
         done, start = self._in_flight.popleft(), self._now()
         token_ids, counts = done.pending.token_ids(), done.pending.result("counts")
         arrived = self._now()
