@@ -49,8 +49,8 @@ class FairLock:
         self._deferred = deferred
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """Pass the lock on to the first waiting thread, then raise a deferred signal. kind: type of the exception that
-        ends the `with` block, None for none.
+        """Pass the lock on to the first waiting thread, then raise a deferred signal. Calls `interrupted` first if a
+        handler has raised, or if the block ends with an exception, of type `kind`, that is no Exception.
         """
         deferred, self._deferred = self._deferred, ()
         try:

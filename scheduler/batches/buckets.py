@@ -41,9 +41,9 @@ class Buckets:
 
     Args:
       decode_sizes: numbers of sequences for decode-only steps; max_num_seqs is added.
-      mixed_sizes: numbers of tokens for steps with prefill; max_num_batched_tokens is added. There are no mixed buckets
-        if max_num_batched_tokens is 1. Every mixed bucket has room for min(T - 1, max_num_seqs) sequences, and the
-        largest for max_num_seqs.
+      mixed_sizes: numbers of tokens for steps with prefill; the larger of max_num_batched_tokens and max_num_seqs + 1
+        is added, and 1 is left out. There are none if max_num_batched_tokens is 1. Every mixed bucket has room for
+        min(T - 1, max_num_seqs) sequences.
       widths: numbers of tokens other than 1 that decodes may have in steps without prefill; each for at most
         `most_wide` sequences.
       sections: names of message sections; each mixed bucket also exists with all of them.

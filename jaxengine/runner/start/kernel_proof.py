@@ -228,7 +228,7 @@ def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None
     """Context of work that may hang in a kernel. Stores a note under `text` first, which the caller replaces by a
     verdict or deletes.
 
-    After _LONG seconds, logs a warning and stores that the work takes long. If a signal or an exception ends the
+    After _LONG seconds, logs a warning and stores that the work takes long. If SIGTERM, SIGINT or SystemExit ends the
     process before that, the note is deleted. what: the work, in words for the warning. then: in words, what the next
     start does if this process is ended.
     """
