@@ -39,7 +39,7 @@ class Scheduler:
 
     All replicas share one queue. A request is assigned to a replica when it is admitted, not when it arrives. So the
     queue's order, with priorities and with preempted requests at the front, holds over all replicas, and no KV is
-    moved. If the first request in the queue cannot run, no later one is admitted.
+    moved. If the first request in the queue cannot run, no later one is admitted, so that it is not overtaken forever.
 
     Among the replicas that have a slot, tokens and pages for the first request, the one with the least work is chosen;
     if several are equal, the first. Its work is the number of tokens of its running requests, which every later step

@@ -1,7 +1,6 @@
 """FairLock: the lock of an engine that several threads share, acquired in order of arrival.
 
-A thread that has just released a threading.Lock may acquire it again at once. A thread that runs steps in a loop would
-then keep out another one whose answer is ready, or that wants to add a request.
+A thread that has just released a threading.Lock may acquire it again at once, and keep others out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Process that compiles for one target: reads a request and writes a line of JSON for each event.
 
-Run as `python -m jaxengine.check.compile`. Each target has its own process. Standard output carries the replies; the
-compilers' own output goes to the log that the request names, from which figures are read.
+Run as `python -m jaxengine.check.compile`. Each target has its own process: Mosaic GPU caches kernels without regard to
+it, and a compiler may abort. Standard output carries the replies; the compilers' own output goes to the log that the
+request names, from which figures are read.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Cluster(Peers):
                 self.check()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Call `function` on another thread; return its result.
+        """Call `function` on another thread, because devices may wait forever for a lost process; return its result.
 
         Raises ClusterError once a process is lost. An error of `function` is raised after up to BLAME_SECONDS, as
         ClusterError if the loss of a process is detected in the meantime.
@@ -245,7 +245,10 @@ class Cluster(Peers):
             del function, outcome  # else they hold arrays until the next call
 
     def _leave(self) -> None:
-        """Exit handler: end the workers, and if a process was lost exit this process at once with status 1."""
+        """Exit handler: end the workers, and if a process was lost exit this process at once with status 1.
+
+        It must run before jax's own, which waits for devices that wait for the lost process.
+        """
         self.shutdown()
         if self._failure is not None and os.getpid() == self._pid:
             logging.shutdown()

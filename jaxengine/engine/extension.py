@@ -1,8 +1,7 @@
 """Protocol between the engine loop and optional capabilities.
 
 A capability is a subclass of LoopExtension, in a file of `extensions` that has its name. The loop calls the hooks of
-its extensions in the order in which they were added, and does not refer to any of them by name. `extensions.build`
-decides which extensions an engine has.
+its extensions in the order in which they were added. `extensions.build` decides which extensions an engine has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Device side of the engine: ModelRunner, which executes steps on all pipeline stages of a model.
 
-Serving calls only executables that were made at start-up. An executable refuses any other shape. Slots are numbered
-over all replicas: replica * max_num_seqs + the replica's own slot number. This module handles rows and messages; all
-that it gets of a request are the sampling parameters of its slot.
+Serving calls only executables that were made at start-up. An executable refuses any other shape: nothing compiles while
+serving. Slots are numbered over all replicas: replica * max_num_seqs + the replica's own slot number. This module
+handles rows and messages; all that it gets of a request are the sampling parameters of its slot.
 """
 
 from __future__ import annotations

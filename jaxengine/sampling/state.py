@@ -48,7 +48,7 @@ class SamplingState(NamedTuple):
 
 def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
     """Return the state of R = max_num_seqs slots, all greedy and with neutral parameters. A slot takes about 4 * V + V
-    / 8 + 4 * G bytes.
+    / 8 + 4 * MAX_LOGPROB_TOKEN_IDS bytes.
 
     vocab_size: V, or the columns of one device if several share the vocabulary. num_position_rows: number of token
     masks after those of the slots, for rows of a step that have a mask for each position.

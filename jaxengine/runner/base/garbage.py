@@ -19,8 +19,6 @@ _num_starts = 0
 def few_collections() -> Iterator[None]:
     """Context manager in which Python collects garbage only after _MANY new objects, or less often if it is set so
     already or not at all; the last of concurrent contexts to end restores the thresholds.
-
-    Collections during tracing find next to nothing.
     """
     global _usual, _num_starts
     with _lock:

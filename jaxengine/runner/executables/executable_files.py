@@ -342,10 +342,11 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
     """Return (descriptor, opened with O_PATH, of a folder, which is made if it is missing; whether only root and this
     user could replace the folder). user: this user's uid. The caller closes the descriptor.
 
-    The path is walked step by step from the root. A link is followed only if this user or root owns it: another user's
-    could lead to a folder of theirs with this user's files. Folders above the user's own are not checked for writers,
-    who could only put files there that are not the user's or lack the key. Raises OSError if the folder can be neither
-    opened nor made, or for more than 40 links, and NotTrusted for another user's link.
+    The path is walked step by step from the root, so that nothing can be exchanged between a check and the next step. A
+    link is followed only if this user or root owns it: another user's could lead to a folder of theirs with this user's
+    files. Folders above the user's own are not checked for writers, who could only put files there that are not the
+    user's or lack the key. Raises OSError if the folder can be neither opened nor made, or for more than 40 links, and
+    NotTrusted for another user's link.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)

@@ -3,8 +3,6 @@
 So a forward pass can run before it is known which tokens its rows may sample, and an epilogue that no request needs
 does not run. This module has the sampler, and what it shares with other epilogues that sample. Epilogues of optional
 capabilities are in the capabilities' own files (jaxengine.runner.extensions).
-
-On a mesh every device runs an epilogue on its own parts (jaxengine.sharding.collectives).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Replacement of weights while requests run: pauses, versions, and the fate of cached keys and values.
 
-Weights are switched between two steps with none in flight. Nothing compiles: executables take weights as arguments.
+Weights are switched between two steps with none in flight, so each token belongs to one version. Nothing compiles:
+executables take weights as arguments.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class StepTokens(NamedTuple):
 
 
 class SparsePoolingExtension(PoolingExtension):
-    """Device extension of sparse pooling."""
+    """Device extension of sparse pooling. Prompts are computed whole in one step."""
 
     description = "sparse pooling"
 
