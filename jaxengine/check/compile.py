@@ -1,8 +1,8 @@
 """Process that compiles for one target: reads a request and writes a line of JSON for each event.
 
-Run as `python -m jaxengine.check.compile`. Each target has its own process, because Mosaic GPU caches kernels by source
-without regard to the target, and because a compiler that aborts must not affect other targets. Standard output carries
-the replies; the compilers' own output goes to the log that the request names, from which figures are read.
+Run as `python -m jaxengine.check.compile`. Each target has its own process: Mosaic GPU caches kernels without regard to
+it, and a compiler may abort. Standard output carries the replies; the compilers' own output goes to the log that the
+request names, from which figures are read.
 """
 
 from __future__ import annotations
@@ -198,8 +198,7 @@ class Compiler:
         """Yield the programs of a stage, with a pool of `num_pages` pages. With the request's `profile` it yields only
         blocks of kernels, and nothing for stages after the first.
 
-        Kernels by themselves (of the first stage only) come first, because Mosaic GPU prints a kernel's figures only
-        once per process.
+        Kernels by themselves (of the first stage only) come first.
         """
         if self.request.profile:
             yield from stage.blocks() if stage is self.stages[0] else ()

@@ -2,8 +2,8 @@
 themselves.
 
 Everything is abstract: shapes with shardings over a mesh of devices that need not exist. The programs are those of
-jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py, so a check sees what the engine
-would run. All sizes are of one device's part of an array.
+jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py. All sizes are of one device's part
+of an array.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CheckedProgram:
       is_step: whether it is a forward pass or an epilogue, not a kernel by itself.
       is_largest: whether it is the forward pass that determines the workspace.
       function: to be traced and compiled.
-      arguments: of the function: shapes with shardings.
+      arguments: arguments of the function, as shapes with shardings.
       donate: indices of donated arguments.
       work: bytes and operations for the roofline.
       must_not_copy: arrays that it must not copy.
@@ -381,8 +381,7 @@ class StagePrograms:
         """Return the arrays that a step must not copy: the pool `kv`, weight matrices, and state arrays and adapter
         pools of _SMALL bytes or more.
 
-        num_logits: rows of the step's logits. An array of their type is left out, because the logits may have a state's
-        type.
+        num_logits: rows of the step's logits. An array of their type is left out.
         """
         named = list(zip(self._names, self.params, strict=True))
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
