@@ -1,7 +1,4 @@
-"""Conversion of the prompts of a request to token ids, on a thread if that takes a long time.
-
-Contains the accepted forms of a prompt and its truncation. Independent of sampling and answers.
-"""
+"""Conversion of the prompts of a request to token ids, on a thread if that takes a long time."""
 
 from __future__ import annotations
 

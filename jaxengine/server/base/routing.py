@@ -24,9 +24,8 @@ class Replicas:
     """Index of the replicas that serve a model, with the requests, adapters and pages of each.
 
     A replica has a number from `add` to `remove`: the lowest that is free. For each page digest the index stores which
-    replicas have the page: the number of a single replica, or minus a bit mask of several. So a choice takes a few
-    operations for each page of the prompt, and array operations over all replicas. Methods raise KeyError for the name
-    of a replica that has not been added.
+    replicas have the page: the number of a single replica, or minus a bit mask of several. Methods raise KeyError for
+    the name of a replica that has not been added.
     """
 
     def __init__(self):

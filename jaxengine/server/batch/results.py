@@ -169,8 +169,8 @@ class Results:
 
 
 def _fill(path: Path, lines: Iterable[bytes]) -> None:
-    """Write an empty file in place, for programs that made it, such as with tempfile.NamedTemporaryFile, and read the
-    results by what they have open. Raises OSError if writing fails, and any error of `lines`; the file is then empty.
+    """Write `lines` to an existing, empty file in place, so that a program that has it open reads them. Raises OSError
+    if writing fails, and any error of `lines`; the file is then empty.
     """
     try:
         with open(path, "r+b") as file:

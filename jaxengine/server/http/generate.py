@@ -100,9 +100,9 @@ class GenerateRequest(NamedRequest):
 
     Attributes:
       token_ids: the prompt.
-      sampling_params: how its answers are chosen.
-      kv_transfer_params: the pages of the prompt that another engine gets or has, as in vLLM.
-      return_token_ids: also return the prompt's.
+      sampling_params: parameters of the n outputs.
+      kv_transfer_params: vLLM's description of the prompt's pages that another engine has computed or is to fetch.
+      return_token_ids: also return the prompt's token ids.
     """
 
     refused = {

@@ -64,7 +64,7 @@ class RenderedCompletionRequest(CompletionRequest):
 
 
 class Rendered(Answer):
-    """A body of /inference/v1/generate.
+    """A body for /inference/v1/generate, which is the answer to a request to render.
 
     Attributes:
       token_offsets: of each token, the numbers of its first character in the text and of the one after it; null if the

@@ -1,7 +1,7 @@
 """Messages between the engine's process and the API processes, in MessagePack with arrays as raw bytes.
 
 An API process identifies a request by a handle, a number that it chooses. Arrays are int64, int32 or float32 in the
-machine's byte order, which both ends share. Defines how a step's tokens are encoded; sockets are elsewhere.
+machine's byte order, which both ends share.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict
     connections, those without tokens are left out.
 
     emitted: tokens of each replica, at least one. clients: numbers of the connections of all processes that have
-    requests. Vectorised, since it runs in every step over all streaming requests.
+    requests.
     """
     rows = emitted[0] if len(emitted) == 1 else _joined(emitted)
     tags, token_ids, scored, scores, vectors = rows.tags, rows.token_ids, rows.scored, rows.scores, rows.vectors

@@ -1,8 +1,7 @@
 """Shared memory for images: an API process writes each image once, and every later request of the engine finds it
 there.
 
-The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor. So nothing remains of it once
-both processes have ended, in whatever way.
+The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor.
 """
 
 from __future__ import annotations

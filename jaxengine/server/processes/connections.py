@@ -1,7 +1,7 @@
 """Limits on idle connections: how long one may wait for its request, and how many there may be.
 
 A connection is idle from its first byte, or its last answer, until the headers of a request are complete. Partial
-headers, or a body after its answer, do not change that. Handles uvicorn's HTTP connections, not requests.
+headers, or a body after its answer, do not change that.
 """
 
 from __future__ import annotations

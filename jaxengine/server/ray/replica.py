@@ -249,9 +249,7 @@ def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
 
 
 def _free_port() -> int:
-    """Return a port on which no process of this machine listens now. It is not fixed because several replicas may run
-    on one host. The port is not reserved.
-    """
+    """Return a port on which no process of this machine listens now. The port is not reserved."""
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]

@@ -135,8 +135,8 @@ class _JsonRequest(Request):
 
 async def convert(request: Request, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Return the result of a function of the request's body, or raise its exception. The function runs on one of the
-    application's threads if `request.state.is_long` (JsonRoute), otherwise here, as changing threads takes longer.
-    Raises OverloadedError if too many calls wait for a thread.
+    application's threads if `request.state.is_long` (JsonRoute), otherwise on the caller's. Raises OverloadedError if
+    too many calls wait for a thread.
     """
     workers: Workers = request.app.state.workers
     return await workers.run(function, *args, **kwargs) if request.state.is_long else function(*args, **kwargs)

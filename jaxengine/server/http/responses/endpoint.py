@@ -1,8 +1,4 @@
-"""Endpoint /v1/responses, OpenAI's newer one. A response is a chat completion in another format, and may be stored.
-
-Implements the lifecycle of a response: created complete, as a stream or in the background, retrieved, continued,
-cancelled.
-"""
+"""Endpoint /v1/responses, OpenAI's newer one. A response is a chat completion in another format, and may be stored."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writing of a response as it is generated: its output items, and the stream events for them.
 
-An answer is a sequence of items: reasoning, a message, calls of functions and custom tools. Independent of the engine.
+An answer is a sequence of items: reasoning, a message, calls of functions and custom tools.
 """
 
 from __future__ import annotations
