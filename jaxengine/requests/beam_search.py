@@ -202,8 +202,7 @@ class BeamSearch:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         """Return a number that orders beams like cum_logprob / length ** length_penalty: length_penalty * log(length) -
-        log(-cum_logprob); infinity for a cum_logprob of 0. The length is the number of generated tokens. The quotient
-        itself would leave the range of a float for long outputs.
+        log(-cum_logprob); infinity for a cum_logprob of 0. The length is the number of generated tokens.
         """
         if beam.cum_logprob >= 0:
             return math.inf

@@ -397,8 +397,7 @@ class InputProcessor:
         """Return the token ids of each of params.bad_words: as tokenised at the start of a text, and as tokenised after
         a space unless that ends with the former. [] without bad words.
 
-        vLLM drops the second form if it has a different number of tokens, which allows the word after a space. Raises
-        RequestError for a blank word, and for too many tokens.
+        Raises RequestError for a blank word, and for too many tokens.
         """
         if not params.bad_words:
             return []

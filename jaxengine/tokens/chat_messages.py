@@ -58,7 +58,7 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
     A missing content is None for templates that test for it, otherwise a missing key, since they would print "None"; a
     further variant has "". Arguments of earlier calls are objects, or, in a further variant, the text that the model
     wrote. Instructions vary as in `_instructed`. If an answer has calls, reasoning and a content, and `template` has
-    the word THINKING, all variants follow once more without this key in such answers.
+    the word THINKING, all variants follow once more without the key THINKING in such answers.
     """
     for placed in _instructed(messages, template):
         yield from _ways_to_write(placed, template)

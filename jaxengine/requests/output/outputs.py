@@ -1,7 +1,4 @@
-"""Outputs of a request: vLLM's RequestOutput, CompletionOutput and Logprob, and the request's times.
-
-Defines what callers see, and how a later output of a stream merges with an earlier one.
-"""
+"""Outputs of a request: vLLM's RequestOutput, CompletionOutput and Logprob, and the request's times."""
 
 from __future__ import annotations
 
@@ -258,8 +255,7 @@ class RequestOutput:
         and prompt_logprobs the later output's values are taken, unless they are missing. `finished` stays True once it
         is.
 
-        So for a reader that is slower than the engine only one output is kept, and no queue. Raises ValueError for
-        another request's output.
+        Raises ValueError for another request's output.
         """
         if later.request_id != self.request_id:
             raise ValueError(f"cannot add output of request {later.request_id!r} to that of {self.request_id!r}")
