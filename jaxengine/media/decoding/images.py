@@ -81,10 +81,7 @@ _ARRAYS = "uint8 of shape [H, W, 3], [H, W, 4], [H, W, 1] or [H, W]"
 
 
 def quiet_pillow() -> None:
-    """Switch off the warnings and the log of Pillow for the whole process, since untrusted files could fill them.
-
-    Python stores every different text of a warning for ever, unless it is ignored.
-    """
+    """Switch off the warnings and the log of Pillow for the whole process, since untrusted files could fill them."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("PIL").setLevel(logging.CRITICAL + 1)
 

@@ -377,8 +377,6 @@ class Molmo2Processor(CropsProcessor):
 def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return uint8[H, W, 3] resized to uint8[height, width, 3], linearly between the two by two pixels around a place,
     however many there are (torch's bilinear interpolation without antialiasing), rounded half to even.
-
-    In integers: where torch's float32 is next to a half, it depends on the machine which way it rounds.
     """
     if picture.shape[:2] == (height, width):
         return picture
