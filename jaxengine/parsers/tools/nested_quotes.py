@@ -23,8 +23,6 @@ def requoted(text: str) -> Iterator[str]:
     """Yield the ways to read the first string of `text` that its next quotation mark cannot end: for each later mark
     that could end it, the text with the marks in between escaped. Nothing if the next mark could end each string,
     or if there are more than _MAX_READINGS ways or they have more than _MAX_CHARS characters together.
-
-    The time is linear in the length of the text, which may be that of an output.
     """
     at = 0
     while (opening := _OPENING.search(text, at)) is not None:
