@@ -266,11 +266,10 @@ def _generate(args: argparse.Namespace) -> int:
     """Run `jaxengine generate`: print outputs, and counts to standard error unless disable_log_stats is set; return 1
     if any output ended with an error, else 0.
 
-    With --json an output is a JSON object on a line. With --chat each prompt is a user message; without, it is printed
-    before its text. A first prompt that
-    looks like a model becomes `args.model`. Raises RequestError for wrong sampling options, before the model is loaded,
-    without a prompt, and for a prompt that is refused; ConfigError, ModelConfigError or ModelFileError if the prompts
-    or the model cannot be loaded.
+    With --json each output is a JSON object on a line. With --chat each prompt is a user message; without, it is
+    printed before its text. A first prompt that looks like a model becomes `args.model`. Raises RequestError for wrong
+    sampling options, before the model is loaded, without a prompt, and for a prompt that is refused; ConfigError,
+    ModelConfigError or ModelFileError if the prompts or the model cannot be loaded.
     """
     if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
         setattr(args, MODEL, args.prompts.pop(0))

@@ -145,8 +145,8 @@ def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tu
     """Return a chip's table entries, sorted by codes and then by the other fields, with new entries replacing those of
     the same problem.
 
-    before: entries of the table, each the five fields of a problem and its tile sizes. found: results of
-    jaxengine.check.tuning.tune. A result for which nothing compiled changes nothing.
+    before: entries of the table, each the first five fields of a problem (`_problems`) and its tile sizes. found:
+    results of jaxengine.check.tuning.tune. A result for which nothing compiled changes nothing.
     """
     entries = {tuple(entry[:5]): entry[5] for entry in before}
     entries |= {tuple(row["problem"][:5]): row["sizes"] for row in found if row["best"] is not None}
