@@ -260,8 +260,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure the gains named in args.only, or all; print the table, write it to the --json file, and return 0.
 
     max_model_len is Sizes.context if it is not given. A gain whose options an engine refuses (ConfigError) becomes a
-    row without figures whose unit is the reason. Other
-    errors are raised, and then nothing is written. Progress goes to standard error.
+    row without figures whose unit is the reason. Other errors are raised, and then nothing is written. Prints progress
+    to standard error.
     """
     from jaxengine.config.base.errors import ConfigError
     from jaxengine.results import table, write_json
