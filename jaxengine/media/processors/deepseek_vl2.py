@@ -49,8 +49,8 @@ class DeepseekVL2Processor(UnitProcessor):
     colour: list[int]
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and its token of images. Raises ModelConfigError or ModelFileError for missing
-        or invalid ones.
+        """Read the checkpoint's settings, and look up the token of images, image_token of processor_config.json. Raises
+        ModelConfigError or ModelFileError for missing or invalid settings, and for a text that is not one token.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         path = Path(folder) / WHOLE

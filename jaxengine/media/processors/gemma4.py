@@ -59,7 +59,8 @@ class Gemma4Processor(GridProcessor):
     needs_grid = False
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
+        """Read the checkpoint's token ids and, by modality, its `sizes`. `modalities` has "video" unless the tower's
+        patches attend in both directions. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
         invalid settings.
         """
         super().__init__(model_config)

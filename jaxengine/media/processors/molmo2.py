@@ -239,8 +239,9 @@ class Molmo2Processor(CropsProcessor):
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and look its tokens up. Raises ModelConfigError or ModelFileError for missing
-        or invalid settings, and for missing tokens.
+        """Read the checkpoint's settings and look up the ids of its tokens. `modalities` has "video" only if
+        `video_pooling` is not None. Raises ModelConfigError or ModelFileError for missing or invalid settings, and for
+        missing tokens.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.video_pooling, self.max_fps = self._read_videos(Path(folder))

@@ -88,8 +88,9 @@ class Qwen2VLProcessor(GridProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for token ids that are missing or invalid,
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's token ids and, by modality, its `sizes`. `modalities` loses "video" if the settings of
+        videos do not fit the tower. Raises ModelConfigError for token ids that are missing or invalid, ModelFileError
+        for missing or invalid settings.
         """
         super().__init__(model_config)
         self.tokenizer = tokenizer

@@ -39,8 +39,8 @@ class SmolVLMProcessor(Idefics3Processor):
     video_edge: int
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings. Videos are only taken if their settings are valid. Raises ModelConfigError or
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings. `modalities` has "video" only if the settings of videos are valid. Raises
+        ModelConfigError or ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         edge = self._read_videos(Path(folder))

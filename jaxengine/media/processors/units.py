@@ -89,8 +89,9 @@ class UnitProcessor:
     needs_settings = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer if it is needed, ModelFileError
-        for missing or invalid settings.
+        """Read the checkpoint's pixel transform and, with `read_settings`, the family's settings, over `defaults_of`
+        them. Raises ModelConfigError without a tokenizer if it is needed, ModelFileError for missing or invalid
+        settings.
         """
         if self.needs_tokenizer and tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
