@@ -73,7 +73,9 @@ class ReasoningWatch:
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
-        """Start before the first token. vocabulary: the tokenizer."""
+        """Start before the first token, with the grammar's markers of reasoning and its budget. vocabulary: the
+        tokenizer.
+        """
         self._vocabulary = vocabulary
         self._begin = grammar.reasoning_begin
         self._num_begun = 0

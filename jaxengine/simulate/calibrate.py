@@ -255,7 +255,9 @@ def tiles_of(runner: ModelRunner) -> Tiles:
 
 
 def text(costs: MeasuredCosts) -> str:
-    """Return the costs as readable text of several lines."""
+    """Return the costs as readable text: the model, each bucket's milliseconds, costs of keys and pairs, of cold caches
+    and of pauses, and the host's microseconds.
+    """
     host = costs.host
     lines = [f"{costs.model or 'the embedded model'}: {costs.about}"]
     for name, table in (("decode S", costs.decode), ("mixed T", costs.mixed)):

@@ -391,7 +391,9 @@ class _Fleet:
             self._route(now, request)
 
     def _count(self, replica: _Replica, now: float) -> None:
-        """Add a replica's device time, steps, tokens, preemptions and prefix-cache counts to the outcome."""
+        """Add a replica's device time, steps, tokens, preemptions, prefix-cache counts and, with `_measure`, its
+        requests until `now` to the outcome.
+        """
         self._measure(replica, now)
         outcome, engine = self.outcome, replica.simulated.engine
         outcome.busy[replica.index] += replica.simulated.runner.busy

@@ -193,9 +193,8 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:
-        """Append a later output of the same sequence, which has only what is new, to this one, in place.
-
-        cumulative_logprob, weight_versions and the reasons become those of the later one.
+        """Append a later output of the same sequence, which has only what is new, to this one, in place: texts, tokens,
+        log-probabilities and arrays. cumulative_logprob, weight_versions and the reasons become the later one's.
         """
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]

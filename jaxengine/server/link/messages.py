@@ -473,7 +473,9 @@ def _columns(rows: np.ndarray) -> list[tuple[str, str, list[int], bytes]]:
 
 
 def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
-    """Return the array of rows from the columns that `_columns` has made of it."""
+    """Return the array of rows from the columns that `_columns` has made of it: a read-only view for rows without
+    fields, a new structured array for others.
+    """
     fields = {}
     for name, dtype, shape, values in columns:
         kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)

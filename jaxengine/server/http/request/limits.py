@@ -208,8 +208,8 @@ def _measure(body: bytes | bytearray) -> bool:
 
 
 def _measure_structure(body: bytes | bytearray) -> None:
-    """Raise ApiError if a body exceeds a limit, depth included. The content of texts does not count. The body need not
-    be valid JSON.
+    """Raise ApiError (400) if a body exceeds MAX_DEPTH, MAX_CONTAINERS, MAX_VALUES, MAX_TEXTS or MAX_NAMES. The content
+    of texts does not count. The body need not be valid JSON.
     """
     depth = num_open = num_values = num_texts = num_names = 0
     for match in _STRUCTURE.finditer(body):
@@ -237,7 +237,7 @@ def _measure_structure(body: bytes | bytearray) -> None:
 
 
 def _verify_depth(value: Any) -> None:
-    """Raise ApiError for a value that is nested more deeply than MAX_DEPTH."""
+    """Raise ApiError (400) for a value with more than MAX_DEPTH levels of dicts and lists."""
     level = [value] if type(value) in (dict, list) else []
     for _ in range(MAX_DEPTH):
         entries = (parent.values() if type(parent) is dict else parent for parent in level)
