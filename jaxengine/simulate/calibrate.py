@@ -346,9 +346,9 @@ def _paused(idle: float) -> np.ndarray:
 
 
 def _fit(measured: Sequence[MeasuredStep]) -> Fit:
-    """Return the costs that minimise the mean relative error on the steps, over the candidates _COLD. The errors are
-    absolute, not squared. No larger bucket costs less than a smaller one, no longer pause less than a shorter one, and
-    no coefficient is negative. measured: at least one step.
+    """Return costs with about the least mean relative error on the steps; of those for each candidate in _COLD, the
+    ones with the least. The errors are absolute, not squared. No larger bucket costs less than a smaller one, no longer
+    pause less than a shorter one, and no coefficient is negative. measured: at least one step.
     """
     names = sorted({(each.step.bucket.decode_only, each.step.bucket.num_tokens) for each in measured})
     place = {name: index for index, name in enumerate(names)}

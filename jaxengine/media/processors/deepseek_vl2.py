@@ -66,7 +66,8 @@ class DeepseekVL2Processor(UnitProcessor):
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the sizes of images and the colour of margins. Raises ModelConfigError for sizes that are not
-        multiples of the tower's image_size, and for patches and squares other than the tower's.
+        multiples of the tower's image_size or have more than _MAX_TILES tiles, and for patches and squares other than
+        the tower's.
         """
         fields.require(patch_size=self.patch, downsample_ratio=self.tower.factor)
         listed = fields.value(_SIZES, self.config_fields.value(_SIZES, [[self.side, self.side]]))

@@ -295,7 +295,8 @@ def _streamed(
     given: GivenChunk, chunks: Sequence[dict[str, Any]], head: dict[str, Any], number: int, state: StreamState | None
 ) -> Response:
     """Return the response for an event: one chunk with all that is new, and the next state. chunks: chunks of the event
-    by OpenAI's rules. head: fields of every chunk. number: number of prompt tokens.
+    by OpenAI's rules. head: fields of every chunk. number: prompt tokens for the usage; 0 for the event's own count.
+    state: the earlier state; None for the first event.
     """
     merged: dict[str, Any] = {**head, "choices": []}
     for chunk in chunks:
