@@ -121,7 +121,7 @@ class Results:
         """Append the result of a request, a whole line, to the partial file, and add it to `known`. The first result is
         preceded by the header.
 
-        Raises OSError, for example for a full disk; the caller must not add further results then.
+        Raises OSError; the caller must not add further results then.
         """
         # The header comes with the first result: before that, the batch's model or options may still be corrected. A
         # batch that was killed while it wrote its first result has left the header alone.

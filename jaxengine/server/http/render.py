@@ -1,7 +1,7 @@
 """POST /v1/chat/completions/render, and the same of completions, messages, responses and Cohere's chat: the request as
 /inference/v1/generate takes it.
 
-As in vLLM, routers learn a prompt's tokens in this way, and trainers those of a conversation. Nothing is generated.
+Nothing is generated.
 """
 
 from __future__ import annotations

@@ -114,8 +114,7 @@ class SharedSender(KeepingSender):
     """Sender with the keys in this process and the pixels in shared memory, where they stay until the engine has read
     the messages that refer to them.
 
-    Each epoch has its own memory, so that an abandoned connection never finds other data at the locations that it
-    knows.
+    Each epoch has its own memory.
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):

@@ -108,7 +108,7 @@ class Child:
         return stop
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Send an event to the supervisor without waiting; it is dropped if the pipe is full because nobody reads.
+        """Send an event to the supervisor without waiting; it is dropped if the pipe is full.
 
         fields: further values of the event, as JSON. Ends this process at once, with status 1, if the supervisor has
         ended.

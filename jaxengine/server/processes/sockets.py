@@ -55,7 +55,7 @@ def reserve_port(option: str, host: str, port: int) -> socket.socket:
     listen on the same port (SO_REUSEPORT). Port 0 takes a free one.
 
     Raises ConfigError, naming host or `option`, if the host is not an address of this machine, or if the port cannot be
-    bound, for example because another program has it.
+    bound.
     """
     # First without SO_REUSEPORT, to detect that another program has the port.
     with contextlib.closing(_bind(option, host, port)) as alone:

@@ -93,8 +93,8 @@ class Share:
 
     def added_bytes(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> int:
         """Return how many bytes of the share a new response would occupy: its documents and records, its long texts,
-        and the earlier turns of its conversation, which cannot be evicted while it is stored. Long texts and turns that
-        are stored already are included. Nothing may be `missing`.
+        and the earlier turns of its conversation. Long texts and turns that are stored already are included. Nothing
+        may be `missing`.
         """
         digests = {digest for document in stored.documents for digest in document.digests}
         long = sum(len(self._texts.get(each) or texts[each]) for each in digests)

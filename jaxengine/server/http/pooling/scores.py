@@ -112,8 +112,8 @@ async def _scores(
     options: RequestOptions,
 ) -> list[ScoringRequestOutput]:
     """Return the score of each pair, in order, with the token counts of both texts. A text that is in several pairs is
-    counted in each, although an embedding model computes it once. A model that reads lists has one prompt for all
-    documents of a single query, whose tokens count once; truncation of it is refused with RequestError.
+    counted in each. A model that reads lists has one prompt for all documents of a single query, whose tokens count
+    once; truncation of it is refused with RequestError.
 
     body: request whose truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine.
     Raises the errors of PoolingServer.encode_pairs and `answers`.
