@@ -276,7 +276,7 @@ def _noted_orientation(image: Image.Image) -> Any:
     """Return the EXIF orientation of a PIL image object, whose metadata Python code may have changed; unchecked,
     usually 1 to 8.
 
-    None if it has none or it cannot be read: faulty metadata are no reason to refuse an image.
+    None if it has none or it cannot be read.
     """
     try:
         return image.getexif().get(ORIENTATION)

@@ -165,8 +165,8 @@ class Qwen2VLProcessor(GridProcessor):
         return _OPTIONS
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose least and most pixels are each the larger of its own and the engine's option, so that its
-        largest items are at least as large; this processor if nothing changes.
+        """Return a copy whose least and most pixels are each the larger of its own and the engine's option; this
+        processor if nothing changes.
 
         Raises RequestError for unknown options, and for invalid bounds.
         """
