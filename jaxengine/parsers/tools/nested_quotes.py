@@ -2,8 +2,7 @@
 
   bash(command='sed -n '3,4p' a.py')
 
-Models write shell commands like this. The first mark after the opening one cannot end the string, because what follows
-it is no Python.
+The first mark after the opening one cannot end the string, because what follows it is no Python.
 """
 
 from __future__ import annotations
