@@ -80,7 +80,7 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands. The result of parsing has the command's function as `run`.
 
     words: words of the command line that will be parsed; None for the arguments of all commands. Only commands whose
-    names are among them get their arguments, because adding those of all commands takes ten times as long.
+    names are among them get their arguments.
     """
     parser = _Parser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")

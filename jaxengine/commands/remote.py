@@ -68,8 +68,7 @@ def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any])
     server.
 
     args: parsed arguments with `url`. options: the sampling options that were given. With a server (args.url)
-    thinking_token_budget is accepted without thinking_words, because the server has the words that delimit its model's
-    reasoning.
+    thinking_token_budget is accepted without thinking_words.
     """
     of_server = args.url is not None and options.get("thinking_token_budget") is not None
     words: dict[str, Any] = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
