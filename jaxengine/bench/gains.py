@@ -2,7 +2,7 @@
 one run.
 
 A row of GAINS names an optimisation, the options of the two engines that differ by it, and the figure that is measured
-on both alternately, so that a machine whose speed drifts favours neither. The best value of each counts.
+on both alternately. The best value of each counts.
 """
 
 from __future__ import annotations
