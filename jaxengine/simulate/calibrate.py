@@ -115,8 +115,7 @@ def measured_round(llm: LLM, number: int = 0) -> list[MeasuredStep]:
     """Run each load of a running engine that has no requests once, and return its steps with their measured times.
 
     number: of the round; in each, a load comes after another of the _PAUSES. The loads are simulated after all have
-    run, so that nothing but the pause lies between two. Raises ConfigError with pipeline stages, RuntimeError if the
-    simulator runs other steps than the engine.
+    run. Raises ConfigError with pipeline stages, RuntimeError if the simulator runs other steps than the engine.
     """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:

@@ -1,7 +1,7 @@
 """Runs a trace on a fleet: replicas of the engine's loop, each with its own device and clock, behind a router.
 
 A queue of events in order of time has arrivals, the next step of each replica with requests, publications of replicas'
-caches, deaths and drains. A replica without requests costs no computation.
+caches, deaths and drains.
 """
 
 from __future__ import annotations
