@@ -72,7 +72,7 @@ class BeamSearchParams:
     def token_params(self) -> SamplingParams:
         """Return the sampling parameters of a request for one token after a beam, with logprobs of the 2 * beam_width
         likeliest tokens. End-of-sequence tokens do not end it, and its output is not detokenised. A temperature of 0
-        becomes 1, as processed logprobs would otherwise have only the best token.
+        becomes 1.
         """
         return SamplingParams(
             max_tokens=1,

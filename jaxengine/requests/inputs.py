@@ -1,7 +1,7 @@
 """Preparation of requests: prompts and parameters become checked requests of token ids, with limits and defaults.
 
-Everything is checked before anything changes, so that an invalid request does not affect others. No engine is needed:
-an API process can prepare requests for the engine's process.
+Everything is checked before anything changes. No engine is needed: an API process can prepare requests for the engine's
+process.
 """
 
 from __future__ import annotations
