@@ -169,8 +169,8 @@ class Results:
 
 
 def _fill(path: Path, lines: Iterable[bytes]) -> None:
-    """Write `lines` to an existing, empty file in place, so that a program that has it open reads them. Raises OSError
-    if writing fails, and any error of `lines`; the file is then empty.
+    """Write `lines` to an existing, empty file in place. Raises OSError if writing fails, and any error of `lines`; the
+    file is then empty.
     """
     try:
         with open(path, "r+b") as file:

@@ -200,7 +200,7 @@ class SharedSender(KeepingSender):
 
     def lost(self) -> None:
         """Begin a new epoch for the next connection, with nothing cached and a new memory (without one if there was
-        none). All earlier memory is closed, as the messages of the old connection will not be read.
+        none). All earlier memory is closed.
         """
         with self._lock:
             # Messages of the old connection will not be read.

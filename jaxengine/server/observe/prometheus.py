@@ -1,7 +1,6 @@
 """GET /metrics: the engine's counters in Prometheus' text format.
 
-The metrics belong to the engine, so every API process answers the same. OpenMetrics is not offered: prometheus_client
-would replace the ":" of the names with "_".
+The metrics belong to the engine, so every API process answers the same.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class _NoEngine:
         return [] if adapter is None else [{"name": adapter, "path": ""}]
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return an empty list, since no time is spent on reading prompts for an engine."""
+        """Return an empty list."""
         return []
 
 

@@ -1,7 +1,7 @@
 """Stored responses of one owner, with one copy of each long text, and links from each turn of a conversation to the
 turn before it.
 
-A turn outlives its response while a later response continues it, so that deleting a response ends no conversation.
+A turn outlives its response while a later response continues it.
 """
 
 from __future__ import annotations

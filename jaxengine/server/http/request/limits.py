@@ -100,9 +100,7 @@ class _JsonRequest(Request):
         self._raw = bytearray()
 
     async def body(self) -> bytes:
-        """Receive the body, and return a placeholder for it (b"" if it is empty), because FastAPI would keep a copy in
-        addition to the parsed value.
-        """
+        """Receive the body, and return a placeholder for it (b"" if it is empty), as FastAPI would keep a copy."""
         async for part in self.stream():
             self._raw += part
         return b"..." if self._raw else b""
@@ -248,9 +246,7 @@ def _verify_depth(value: Any) -> None:
 
 
 def _count(body: bytes | bytearray, what: bytes) -> int:
-    """Return the number of occurrences of `what`, a single byte, in the body. The body is searched piece by piece, so
-    that other threads can run in between.
-    """
+    """Return the number of occurrences of `what`, a single byte, in the body. The body is searched piece by piece."""
     return sum(body.count(what, at, at + _PIECE_BYTES) for at in range(0, len(body), _PIECE_BYTES))
 
 
