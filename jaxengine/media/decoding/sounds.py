@@ -1,7 +1,7 @@
 """Decodes sound files and arrays to samples of one channel at the rate of a model.
 
 WAV is read here, other files with PyAV (FFmpeg), which the extra `video` installs. What an untrusted file can reach of
-FFmpeg is limited as for videos: one container chosen by its first bytes, no other files, only the usual codecs.
+FFmpeg is limited as for videos (video_files).
 """
 
 from __future__ import annotations
