@@ -113,7 +113,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """URL handler that follows no redirection, because a redirected request would send the API key to another host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        """Return None, so that urllib, which calls this for a redirection, raises HTTPError."""
+        """Return None, so that urllib raises HTTPError."""
         return None
 
 

@@ -97,9 +97,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text` atomically, by renaming a temporary file next to it, since kernels import
-    it. Raises OSError.
-    """
+    """Replace the file at `path` by `text` atomically, by renaming a temporary file next to it. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text)
