@@ -89,7 +89,7 @@ def choose(
 
     def decode_seconds(size: int) -> float:
         """Return the cost of a decode step in a bucket of `size` rows, computed with the mean longest row of the
-        trace's decode steps, since attention may pad all rows to the longest.
+        trace's decode steps.
         """
         return size if costs is None else max(costs.seconds(Bucket(size, size), one_token, longest))
 
