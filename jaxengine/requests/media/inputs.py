@@ -1,6 +1,6 @@
 """Preprocessing of a prompt's images and videos for the model's tower, and their positions in the prompt.
 
-Results are cached by digest, so that a repeated image costs only its digest.
+Results are cached by digest.
 """
 
 from __future__ import annotations
