@@ -1,8 +1,7 @@
 """Store of responses, in memory and of bounded size, shared fairly by its owners.
 
 An owner beyond its own bounds evicts its own oldest responses. If all owners together are beyond the store's bounds,
-the oldest responses of the owner with the most are evicted, so that nobody with less than an equal share loses anything
-to others.
+the oldest responses of the owner with the most are evicted.
 """
 
 from __future__ import annotations

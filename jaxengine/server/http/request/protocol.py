@@ -245,7 +245,9 @@ class NamedRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
-        """Return this request. Raises RequestError for an invalid request_id, cache_salt or user, timeout <= 0."""
+        """Return this request. Raises RequestError for an invalid request_id or cache_salt, a timeout of 0 or less, and
+        a user of more than _MAX_USER characters.
+        """
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed: 1 to 128 letters, digits, '-' and '_'",
@@ -338,7 +340,7 @@ class TextRequest(GenerationRequest):
       steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
       repetition_detection: an object with the fields of RepetitionDetectionParams: ends an output that repeats itself.
       stream_interval: tokens of an output that are sent together with stream=true.
-      kv_transfer_params: an object of the pages of the prompt that another engine gets or has, as in vLLM.
+      kv_transfer_params: vLLM's description of the prompt's pages that another engine has computed or is to fetch.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
 
