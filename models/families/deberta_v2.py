@@ -119,12 +119,12 @@ class DebertaV2Model(NamedEncoder):
         return self.make_disentangled(layer, longest=config.max_position_embeddings, **names)
 
     def make_plain(self, layer: int, **names: Any) -> Attention:
-        """Return the new attention without distances of index `layer`. names: further arguments of Attention."""
+        """Return a new Attention, without parts by distance, for layer index `layer`. names: its further arguments."""
         return Attention(self.config.attention[layer], self.config.hidden_size, **names)
 
     def make_disentangled(self, layer: int, **names: Any) -> DisentangledAttention:
-        """Return the new attention of layer index `layer`, with its own projections of positions. names: further
-        arguments of DisentangledAttention.
+        """Return a new DisentangledAttention for layer index `layer`, with its own projections of distances. names:
+        further arguments of DisentangledAttention.
         """
         source = f"{self.names.layer}.attention.self"
         own = (f"{source}.pos_key_proj", True), (f"{source}.pos_query_proj", True)
