@@ -152,7 +152,7 @@ def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
 
 
 def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
-    """Return new arrays of zeros for Cache.states of one device. num_rows: rows of each array."""
+    """Return new arrays of zeros [num_rows, ...] for Cache.states of one device."""
     return tuple(
         tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in state_arrays(groups)
     )
