@@ -184,7 +184,8 @@ def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
 @cache
 def exact_class(family: type) -> type:
     """Return the subclass of `family`, under the same name, whose forward pass and logits are computed in blocks of
-    ROWS tokens. The class is created once for each family.
+    ROWS tokens. Its call raises ValueError for `hidden` other than None, and for sections besides states, expert load
+    and drafts. The class is created once for each family.
     """
 
     class Exact(family):
