@@ -184,9 +184,7 @@ def rows_attention(
 
 
 def _compiler_params(shape: Shape, sizes: TritonAttention) -> plt.CompilerParams:
-    """Return Triton's options of the first kernel. With fewer warps the sums of 64 rows, or of 32 of latents, do not
-    fit the registers; with more stages latents do not fit the shared memory of Ada.
-    """
+    """Return Triton's options of the first kernel, whose sums fit the registers, and its blocks Ada's shared memory."""
     if shape.spec.values_in_keys:
         return plt.CompilerParams(num_warps=8 if shape.rows > LEAST else 4, num_stages=sizes.selected_stages)
     return plt.CompilerParams(num_warps=8 if shape.rows > 32 else 4, num_stages=sizes.num_stages)
