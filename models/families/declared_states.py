@@ -262,7 +262,7 @@ def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
 def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `head_dim`, an equal part of the hidden size if the file has none, `intermediate_size`, half of the
     file's, and `sliding_window`: `attention_window_size` or, without it, the file's own, 2048 by default. Raises
-    ModelConfigError for wrong fields.
+    ModelConfigError for wrong fields, and for a hidden size that heads do not divide in a file without `head_dim`.
     """
     size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if size % heads and not fields.has("head_dim"):
