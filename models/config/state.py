@@ -184,8 +184,7 @@ class GatedDelta(RecurrentState):
       activation: name of the function after the convolution.
       gate: name of the function of the output's gates; None for a sigmoid with `by_element`, otherwise a SiLU.
       ngrams: embeddings of n-grams that the layer adds before the delta net, with arrays of their own; None for none.
-      beta_scale: factor of the sigmoid that gives a token's step towards its value. With 2.0 steps may overshoot, which
-        changes the sign of the state's component along the key.
+      beta_scale: factor of the sigmoid that gives a token's step towards its value.
     """
 
     num_k_heads: int

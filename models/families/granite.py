@@ -66,7 +66,9 @@ def granite_gguf_fields(gguf: GGUFConfig, experts: ExpertsConfig | None = None) 
 
 
 def gguf_multipliers(fields: ConfigFields) -> dict[str, Any]:
-    """Return what `granite_multipliers` returns from the fields of a GGUF file."""
+    """Return what `granite_multipliers` returns, from `embedding_scale`, `residual_scale` and `logit_scale` (logits are
+    divided by it) of a GGUF file. Raises ModelConfigError for values that are not numbers > 0.
+    """
     return {
         "embedding_multiplier": fields.number("embedding_scale", 1.0),
         "residual_multiplier": fields.number("residual_scale", 1.0),

@@ -132,7 +132,7 @@ class RotatedLightningAttention(nnx.Module):
 
 
 def lightning_slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:
-    """Return the slopes of a layer's heads, smaller for later heads, and for later layers.
+    """Return the slopes of a layer's heads.
 
     Head h has 2 ** (-8 (h + 1) / num_heads), multiplied by a share that falls linearly from 1 in layer 0 to nearly 0 in
     the last layer.
