@@ -153,8 +153,8 @@ ROOMS = {
         "models.layers.states models.layers models.vision models.sound"
     ),
     "models:registry": (
-        "sharding models.params models.config models.config.readers models.quantization models models.layers "
-        "models.families"
+        "sharding models.params models.config models.config.readers models.quantization.base models.quantization "
+        "models models.layers models.families"
     ),
     "models.weights.views": "sharding models.params models.config models.quantization.base models",
     "models.weights.formats": "models.params models models.weights.views",
