@@ -313,8 +313,8 @@ ROOMS = {
         "sharding models.params models.config models.config.readers models models.layers.base "
         "models.layers.attention models.layers.attention.blocks models.layers.experts models.layers models:registry "
         "models.weights.adapters scheduler.batches config.base config.features config.inputs config checkpoint "
-        "runner.extensions.pictures runner.extensions.drafts runner.extensions:build runner.start check.compiled "
-        "check.model:roofline"
+        "runner.extensions.states runner.extensions.pictures runner.extensions.drafts runner.extensions:build "
+        "runner.start check.compiled check.model:roofline"
     ),
     "check": (
         "sharding models.config models.quantization.base models jaxengine:base config.base config runner.base "

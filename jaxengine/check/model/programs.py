@@ -9,7 +9,7 @@ of an array.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -389,12 +389,9 @@ class StagePrograms:
         weights = {math.prod(part_shape(leaf)): name for name, leaf in matrices}
         # The logits of a step over all slots have the type of a state array.
         logits = f"f32[{num_logits},{self.steps.own_vocab_size}]"
-        states = {}
         kept = jax.tree_util.tree_leaves_with_path(self.steps.state_shapes)
-        for name, leaf in [*pools, *((f"slot state{jax.tree_util.keystr(path)}", leaf) for path, leaf in kept)]:
-            text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
-            if part_bytes(leaf) >= _SMALL and text != logits:
-                states[text] = name
+        states = large_types([*pools, *((f"slot state{jax.tree_util.keystr(path)}", leaf) for path, leaf in kept)])
+        states.pop(logits, None)
         return replace(self._must_not_copy_pool(kv), weights=weights, states=states)
 
     def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
@@ -469,6 +466,17 @@ def _limit(spec: AttentionSpec) -> str:
 def _is_matrix(shape: Sequence[int]) -> bool:
     """Return whether a shape has more than one axis longer than 1."""
     return sum(size > 1 for size in shape) > 1
+
+
+def large_types(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return the names of arrays of _SMALL bytes or more by their HLO types, such as "s32[256,128]", on one device.
+    named: (name, array or shape with a sharding).
+    """
+    return {
+        f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]": name
+        for name, leaf in named
+        if part_bytes(leaf) >= _SMALL
+    }
 
 
 def _hlo_type(dtype: Any) -> str:
