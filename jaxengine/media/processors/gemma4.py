@@ -223,7 +223,8 @@ class Gemma4Processor(GridProcessor):
         return high * self.factor, wide * self.factor
 
     def _in_patches(self, height: int, width: int, budget: int) -> tuple[int, int]:
-        """Return the size of an image of (height, width) pixels after resizing, as (rows, columns) of patches.
+        """Return the size of an image of (height, width) pixels after resizing, as (rows, columns) of patches. budget:
+        limit of embeddings.
 
         Raises RequestError for an extreme aspect ratio.
         """

@@ -323,7 +323,7 @@ class DroppingParser:
 
 class AnswerParser:
     """Parser that removes the words around an answer from the content of another parser (`inner`), together with a line
-    break inside each word.
+    break after the word before it and one before the word after it.
 
     Text after them is content, too, unless it is white space. begins, ends: alternative words before and after the
     answer.

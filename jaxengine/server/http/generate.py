@@ -151,8 +151,8 @@ class GenerateRequest(NamedRequest):
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
         """Return the engine's sampling parameters. Fields that are None get SamplingParams' defaults, except
-        max_tokens, which gets the model's default; it is `limited`. A stream has outputs of kind DELTA. Texts are
-        generated only if `stop` is given.
+        max_tokens, which gets the model's default and is lowered to the operator's limit. A stream has outputs of kind
+        DELTA. Texts are generated only if `stop` is given.
 
         Raises RequestError for a value that is not allowed.
         """

@@ -87,7 +87,7 @@ class ResponseStore:
 
     async def append_events(self, response_id: str, owner: str, events: list[NumberedEvent]) -> None:
         """Store further events of a streamed response, and evict finished ones while bounds are exceeded. Does nothing
-        for another response.
+        for a response without stored events.
         """
         if (owner, response_id) in self._logs:
             self._log((owner, response_id), events)

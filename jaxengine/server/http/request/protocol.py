@@ -245,9 +245,7 @@ class NamedRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
-        """Return this request. Raises RequestError for an invalid request_id or cache_salt, a timeout of 0 or less, and
-        a user of more than _MAX_USER characters.
-        """
+        """Return this request. Raises RequestError for an invalid request_id, cache_salt or user, timeout <= 0."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed: 1 to 128 letters, digits, '-' and '_'",
