@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import pool_spec
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.next_token import NextTokenSource
-from jaxengine.models.registry import build_next_token
+from jaxengine.models.registry import build_next_token, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
@@ -35,6 +35,20 @@ def stored_names(tensors, prefix: str, model):
     }
     assert not names or {key.partition(".")[0] for key in found.values()} == {"mtp"}
     return {found[key]: value for key, value in tensors.items()}, names
+
+
+def test_layers_are_announced_and_quantised_under_the_names_of_their_checkpoints():
+    raw, raw_3_5 = (json.loads((FOLDER / name / "config.json").read_text()) for name in ("qwen3_next", "qwen3_5"))
+    assert read_hf(raw).num_nextn_predict_layers == 1 and read_hf(raw_3_5).num_nextn_predict_layers == 0
+    stored = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["mtp.layers.0.mlp"]}
+    config = read_hf(raw_3_5 | {"mtp_num_hidden_layers": 1, "quantization_config": stored})
+    head = build_next_token(config, Build("float32"))
+    (layer,) = head.layers
+    kinds = {
+        part: {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(module)) if leaf.ndim > 1}
+        for part, module in (("attention", layer.attention), ("mlp", layer.mlp))
+    }
+    assert "float8_e4m3fn" in kinds["attention"] and kinds["mlp"] == {"float32"}
 
 
 @pytest.mark.parametrize(
