@@ -72,7 +72,8 @@ def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
 
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     """Return the axes of a weight from the outermost in memory to the innermost; None if the compiler chooses, and for
-    abstract devices.
+    abstract devices. The last two are swapped for `transposed_on_gpu` where a card's kernels read them so; otherwise
+    `row_major` keeps the declared order.
     """
     axes = tuple(range(len(decl.axes)))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
