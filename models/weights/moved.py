@@ -59,6 +59,7 @@ def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Arr
         for band in _bands(shape, chunk_bytes, np.dtype(old.dtype).itemsize):
             rows = read_slice(array, _within(index, band, old.shape))
             host[band][tuple(map(slice, rows.shape))] = rows
+            del rows  # before the next ones are read
         parts.append(jax.block_until_ready(jax.device_put(host, device)))
         del host
     placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)
