@@ -30,11 +30,13 @@ class Wrapper:
       text: model_type of a text part that names none.
       family: class that reads the text part and has its layers.
       multiplies: whether its embeddings are multiplied as the text model's are.
+      has_own_head: whether transformers' class has a head of its own, which since 4.52 has no bias.
     """
 
     text: ClassVar[str] = "llama"
     family: ClassVar[Any]
     multiplies: ClassVar[bool] = True
+    has_own_head: ClassVar[bool] = True
     gguf_architecture: ClassVar[str | None] = None  # GGUF files are those of the text part
 
     def __init_subclass__(cls, **options: Any):
@@ -66,7 +68,7 @@ def over_text(wrapper: Any, family: Any) -> Any:
         if shape.get("layer_input_size") or shape.get("ngrams"):
             raise fields.fail("text_config", "that of a decoder whose layers do not read token ids")
         factor, form = _multiplier(wrapper.text_kind(fields), fields, shape), shape.get("declared")
-        if form is not None and form.head_bias and not _is_older(fields, (4, 52)):  # which has heads without
+        if form is not None and form.head_bias and wrapper.has_own_head and not _is_older(fields, (4, 52)):
             shape |= {"declared": replace(form, head_bias=False)}
         if wrapper.multiplies and "tower" in shape:
             shape |= {"tower": replace(shape["tower"], multiplier=factor)}
