@@ -7,7 +7,7 @@ from which the states after the accepted tokens are computed once these are know
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,7 +16,6 @@ from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.section import Note, Section, notes_of
 
 SECTION = "state_inputs"
-Array = TypeVar("Array", bound=jax.Array)
 
 
 class StateInput(Note):
@@ -44,7 +43,7 @@ class StateInputs(Section):
             self._next += 1
 
 
-def state_input(module: nnx.Module, step: StepInputs, number: int, value: Array) -> Any:
+def state_input(module: nnx.Module, step: StepInputs, number: int, value: jax.Array) -> Any:
     """Return input `number` of the module's state, [T, ...]: the one that the step gives the layer, otherwise `value`,
     which is recorded if the step asks for it. number: index in `token_inputs` of the layer's state, at most 9.
     """

@@ -112,11 +112,12 @@ class StatesExtension(DeviceExtension):
         """
         if not self._arrays:
             return step
-        assert isinstance(step.cache, Cache)
+        cache = step.cache
+        assert isinstance(cache, Cache)
         if step.spec.bucket.width > 1:
             inputs = tuple(step.batch.sections[SECTION].layers)
             step = step.leaving(NAME, Recorded(step.batch.ragged[0].cu_q_lens, inputs))
-        return step._replace(cache=step.cache.kv).with_state(NAME, step.cache.states)
+        return step._replace(cache=cache.kv).with_state(NAME, cache.states)
 
     def _rows(self, step: ForwardPass) -> StateRows:
         """Return the row numbers at which the states of a message's rows are read, written and saved, i32[S] each, with
@@ -154,7 +155,7 @@ class StatesExtension(DeviceExtension):
         return [
             tuple(
                 each._replace(shape=each.of_device(model.mesh.num_shards), dtype=each.dtype or config.dtype)
-                for each in state.token_inputs
+                for each in state.token_inputs or ()
             )
             for state in states
             if state is not None
