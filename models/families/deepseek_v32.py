@@ -10,6 +10,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.families.deepseek_v3 import DEFAULTS
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.llama import LAYER
@@ -19,7 +20,7 @@ from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
     """DeepSeek-V3 with an indexer in each layer; by default the first three layers are dense."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "deepseek32"
     # Whether rope pairs neighbouring elements; defaults of the indexer's number of heads, and of whether its rope does.
     interleaved: ClassVar[bool] = True
     index_heads: ClassVar[int] = 64
@@ -41,12 +42,42 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
             top_k=fields.integer("index_topk", 2048),
             interleaved=fields.boolean("indexer_rope_interleave", cls.index_interleaved),
         )
-        sources = cls.read_sources(fields)
-        layers = zip(shared["attention"], sources, strict=True)
-        shared["attention"] = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
-        if sources[-1] is not None:  # the MTP layer would have no selection to use
+        shared, selects = cls._with_indexers(shared, index, fields)
+        if not selects:  # the MTP layer would have no selection to use
             shared |= {"num_nextn_predict_layers": 0, "num_unread_layers": shared["num_nextn_predict_layers"]}
         return shared
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, shared, name = gguf.fields, super().read_gguf(gguf), "attention.indexer."
+        index = KeyIndex(
+            num_heads=fields.integer(f"{name}head_count"),
+            head_dim=fields.integer(f"{name}key_length"),
+            top_k=fields.integer(f"{name}top_k"),
+            interleaved=cls.index_interleaved,
+        )
+        count = len(shared["attention"])
+        named = {"num_hidden_layers": count, "indexer_types": cls.gguf_indexers(fields, count)}
+        return cls._with_indexers(shared, index, ConfigFields(named))[0]
+
+    @classmethod
+    def gguf_indexers(cls, fields: ConfigFields, count: int) -> list[str] | None:
+        """Return `indexer_types` of a file of `count` layers, which may be None. Overrides raise ModelConfigError for
+        wrong fields.
+        """
+        return None
+
+    @classmethod
+    def _with_indexers(
+        cls, shared: dict[str, Any], index: KeyIndex, fields: ConfigFields
+    ) -> tuple[dict[str, Any], bool]:
+        """Return arguments of ModelConfig, `shared`, with this indexer in each layer, and whether the last layer has
+        its own selection of keys. Raises ModelConfigError for wrong fields.
+        """
+        sources = cls.read_sources(fields)
+        layers = zip(shared["attention"], sources, strict=True)
+        attention = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
+        return shared | {"attention": attention}, sources[-1] is None
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:

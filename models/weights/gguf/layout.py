@@ -42,7 +42,7 @@ _LAYER = {
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
 _LAYER_TENSOR = re.compile(
-    r"blk\.(0|[1-9][0-9]{0,5})\.((?:nextn\.|shortconv\.)?[a-z0-9_]+)(?:\.(weight|bias|scale|input_scale))?"
+    r"blk\.(0|[1-9][0-9]{0,5})\.((?:(?:indexer|shortconv)\.)?[a-z0-9_]+)(?:\.(weight|bias|scale|input_scale))?"
 )
 _GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias|scale|input_scale)")
 # Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
@@ -66,6 +66,10 @@ _LATENT = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
+}
+_INDEXER = {
+    f"indexer.{part}": f"self_attn.indexer.{name}"
+    for part, name in (("attn_q_b", "wq_b"), ("attn_k", "wk"), ("k_norm", "k_norm"), ("proj", "weights_proj"))
 }
 _LLAMA4 = {
     "ffn_gate_inp": "feed_forward.router",
@@ -124,12 +128,9 @@ _NEMOTRON_H_BARE = {
     **{part: f"mixer.{name}" for part, name in _MAMBA_BARE.items()},
     "exp_probs_b": "mixer.gate.e_score_correction_bias",
 }
-_GRANITE_MOE = {
+_GRANITE_HYBRID = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
-}
-_GRANITE_HYBRID = {
-    **_GRANITE_MOE,
     **{part: f"mamba.{name}" for part, name in _MAMBA.items()},
     **{f"ffn_{part}{end}": f"shared_mlp.{part}_proj" for part in ("gate", "up") for end in ("", "_shexp")},
     **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
@@ -247,7 +248,7 @@ class GGUFLayout(NamedTuple):
                 return f"{self.layers}.{layer}.{self.bare[part]}"
             if kind is None:
                 return name
-            module = self.parts.get(part) or _LAYER.get(part) or (part if part.startswith("nextn.") else None)
+            module = self.parts.get(part) or _LAYER.get(part)
             return name if module is None else f"{self.layers}.{layer}.{module}.{kind}"
         if match := _GLOBAL_TENSOR.fullmatch(name):
             part, kind = match.groups()
@@ -309,7 +310,8 @@ LAYOUTS: dict[str, GGUFLayout] = {
         }
     ),
     "dots1": GGUFLayout(_SHARED, bare=_CORRECTION),
-    "deepseek2": GGUFLayout({**_LATENT, **_SHARED}, bare=_CORRECTION),
+    **dict.fromkeys(("deepseek2", "mistral4"), GGUFLayout({**_LATENT, **_SHARED}, bare=_CORRECTION)),
+    **dict.fromkeys(("deepseek32", "glm-dsa"), GGUFLayout({**_LATENT, **_SHARED, **_INDEXER}, bare=_CORRECTION)),
     "gpt-oss": GGUFLayout(
         {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
         bare={"attn_sinks": "self_attn.sinks"},
@@ -356,7 +358,6 @@ LAYOUTS: dict[str, GGUFLayout] = {
             "attn_output": "attention.dense",
             "attn_q_norm": "attention.query_layernorm",
             "attn_k_norm": "attention.key_layernorm",
-            "layer_output_norm": "final_layernorm",  # of the layer that predicts further tokens
         },
         bare={"exp_probs_b": "mlp.gate.expert_bias"},
     ),
@@ -456,7 +457,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "arcee": GGUFLayout(permuted=True),
     "olmo": GGUFLayout(permuted=True, permuted_biases=False),
     "phi2": GGUFLayout({"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
-    "granitemoe": GGUFLayout(_GRANITE_MOE, permuted=True),
+    "granitemoe": GGUFLayout(_GRANITE_HYBRID, permuted=True),
     "granitehybrid": GGUFLayout(
         _GRANITE_HYBRID,
         permuted=True,

@@ -29,11 +29,11 @@ from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.fixtures.encoder_models import make_encoder
 from tests.models.families.test_golden import assert_close, padded
-from tests.models.weights.gguf import further_conversion, gguf_conversion
+from tests.models.weights.gguf import further_conversion, gguf_conversion, named_conversion
 from tests.models.weights.gguf.gguf_states_conversion import STATES, converted_states
 from tests.models.weights.gguf.gguf_writer import U32, gguf_bytes
 
-ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES
+ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES | named_conversion.ARCHITECTURES
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
@@ -141,6 +141,12 @@ STATE_CASES |= {
     "mamba": {},
     "mamba2": {},
 }
+# Those that named_conversion converts.
+CASES |= {
+    "deepseek_v32": {},
+    "glm_moe_dsa": {},
+    "granite_moe_shared": {},
+}
 # Layers of a checkpoint that are left, where the format has no others.
 LAYERS = {"nemotron_h": (0, 2, 3, 4, 5)}
 CASES |= STATE_CASES
@@ -226,8 +232,8 @@ def opened(tmp_path):
         if config["architectures"][0] in STATES:
             convert = converted_states
         else:
-            further = config["architectures"][0] in further_conversion.ARCHITECTURES
-            convert = further_conversion.converted if further else gguf_conversion.converted
+            modules = (named_conversion, further_conversion, gguf_conversion)
+            convert = next(each.converted for each in modules if config["architectures"][0] in each.ARCHITECTURES)
         (path := tmp_path / "model.gguf").write_bytes(convert(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
         return config, tensors, sources[-1]
@@ -248,6 +254,8 @@ def test_the_model_and_its_weights(opened, name):
     expected = dataclasses.replace(
         expected, attention=tuple(dataclasses.replace(layer, window=window) for layer, window in layers)
     )
+    if issubclass(MODELS[expected.architecture], found := MODELS[source.config.architecture]):  # of another config.json
+        expected = dataclasses.replace(expected, architecture=found.__name__)
     assert exactly(source.config) == approximately(expected)
     rope = {tensor for tensor in source.weights.names() if tensor.startswith("rope_")}
     assert set(source.weights.names()) - rope == tensors.keys()
@@ -298,7 +306,7 @@ def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, monkeypatc
         own = metadata["general.architecture"][1]
         more = {f"{own}.block_count": (U32, count + 1), f"{own}.nextn_predict_layers": (U32, 1)}
         ends = ["nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "nextn.embed_tokens"]
-        ends += ["layer_output_norm"] * (own == "bailingmoe2")
+        ends += ["layer_output_norm", "further_norm"]
         unread = np.zeros((size, size), np.float32)
         added = (gguf_conversion.tensor(f"blk.{count}.{end}.weight", unread) for end in ends)
         return gguf_bytes(metadata | more, [*written, *added])
