@@ -89,7 +89,6 @@ class Axk2Attention(SparseLatentAttention):
 class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     """DeepSeek-V3.2 with Axk2Attention, and GatedNorms before attention and before experts."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     index_heads: ClassVar[int] = 16
     # transformers renames these modules of published checkpoints, so adapters and trainers use the new names.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(parts=_RENAMED)

@@ -53,8 +53,6 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     """Granite with experts and a shared MLP."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
         """Return `shared_intermediate_size`; 0, for no shared MLP, if it is absent. Raises ModelConfigError for a wrong

@@ -88,7 +88,6 @@ class HYV4ForCausalLM(GlmMoeDsaForCausalLM):
     indexer's heads, and with routed experts whose activation is clamped.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     first_input = equal_streams
     interleaved: ClassVar[bool] = False
     index_heads: ClassVar[int] = 16

@@ -165,7 +165,6 @@ class MistralLarge4Attention(SparseLatentAttention):
 class MistralLarge4ForConditionalGeneration(GlmMoeDsaForCausalLM):
     """GLM-5.2 with MistralLarge4Attention, experts chosen by softmax scores, and soft-capped logits."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = Mistral3ForConditionalGeneration.checkpoint_names
 
     def __init__(self, config: ModelConfig, build: Build):
