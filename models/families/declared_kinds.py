@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import CHUNKS, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, gguf_experts, gguf_layers
 from jaxengine.models.config.readers.hf import FULL, SLIDING, read_each_layer
 from jaxengine.models.families.declared_experts import ALL_NORMED, BIASED, COUNTS, shared_of_size
-from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
+from jaxengine.models.families.declared_row import GGUFRow, Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.layers.experts.moe import ExpertNames
 
@@ -137,6 +139,15 @@ def _mimo_kinds(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
+def _gguf_mellum(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
+    """Return the attention of each layer; those with a window have unscaled rope. Raises ModelConfigError for wrong
+    fields.
+    """
+    rope = layers[0].rope
+    plain = replace(layers[0], rope=rope and replace(rope, scaling=None))
+    return gguf_layers(fields, plain, replace(layers[0], window=None), full_every=4)
+
+
 # Keys are the class names that config.json lists under "architectures".
 KIND_ROWS: dict[str, Row] = {
     "MiMoV2FlashForCausalLM": Row(
@@ -196,6 +207,7 @@ KIND_ROWS: dict[str, Row] = {
         rope=no_rope,
         each_layer=kinds_of_ropes,
         experts=softmax_experts,
+        gguf=GGUFRow("mellum", experts=partial(gguf_experts, norm_weights=True, size=EXPERT_SIZE), layers=_gguf_mellum),
         **BIASED,
     ),
     "LagunaForCausalLM": Row(

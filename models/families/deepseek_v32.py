@@ -10,7 +10,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_flags
 from jaxengine.models.families.deepseek_v3 import DEFAULTS
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.llama import LAYER
@@ -36,48 +36,38 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         own |= {"n_routed_experts": fields.value("num_experts", own.get("n_routed_experts"))}  # an older name
         own = ConfigFields(own)
         shared = super().read_hf(own.with_defaults(**DEFAULTS, rms_norm_eps=1e-6, rope_interleave=cls.interleaved))
+        return cls._with_indexers(shared, fields)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        shared = super().read_gguf(gguf)
+        named = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+        own: dict[str, Any] = {name: gguf.fields.integer(f"attention.indexer.{part}") for name, part in named.items()}
+        # GLM-5.2's first files, of a million positions, do not list which layers have an indexer; those of others do.
+        count, long = len(shared["attention"]), shared["max_position_embeddings"] >= 1 << 20
+        usual = [not long or layer < 2 or layer % 4 == 2 for layer in range(count)]
+        listed = gguf_flags(gguf.fields, "attention.indexer.types", usual)
+        kinds = ["full" if has_own else "shared" for has_own in listed]
+        return cls._with_indexers(shared, ConfigFields({**own, "num_hidden_layers": count, "indexer_types": kinds}))
+
+    @classmethod
+    def _with_indexers(cls, shared: dict[str, Any], fields: ConfigFields) -> dict[str, Any]:
+        """Return arguments of ModelConfig, `shared`, with the indexers of `fields`. Raises ModelConfigError for wrong
+        fields.
+        """
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),
             head_dim=fields.integer("index_head_dim", 128),
             top_k=fields.integer("index_topk", 2048),
             interleaved=fields.boolean("indexer_rope_interleave", cls.index_interleaved),
         )
-        shared, selects = cls._with_indexers(shared, index, fields)
-        if not selects:  # the MTP layer would have no selection to use
-            shared |= {"num_nextn_predict_layers": 0, "num_unread_layers": shared["num_nextn_predict_layers"]}
-        return shared
-
-    @classmethod
-    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        fields, shared, name = gguf.fields, super().read_gguf(gguf), "attention.indexer."
-        index = KeyIndex(
-            num_heads=fields.integer(f"{name}head_count"),
-            head_dim=fields.integer(f"{name}key_length"),
-            top_k=fields.integer(f"{name}top_k"),
-            interleaved=cls.index_interleaved,
-        )
-        count = len(shared["attention"])
-        named = {"num_hidden_layers": count, "indexer_types": cls.gguf_indexers(fields, count)}
-        return cls._with_indexers(shared, index, ConfigFields(named))[0]
-
-    @classmethod
-    def gguf_indexers(cls, fields: ConfigFields, count: int) -> list[str] | None:
-        """Return `indexer_types` of a file of `count` layers, which may be None. Overrides raise ModelConfigError for
-        wrong fields.
-        """
-        return None
-
-    @classmethod
-    def _with_indexers(
-        cls, shared: dict[str, Any], index: KeyIndex, fields: ConfigFields
-    ) -> tuple[dict[str, Any], bool]:
-        """Return arguments of ModelConfig, `shared`, with this indexer in each layer, and whether the last layer has
-        its own selection of keys. Raises ModelConfigError for wrong fields.
-        """
         sources = cls.read_sources(fields)
         layers = zip(shared["attention"], sources, strict=True)
-        attention = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
-        return shared | {"attention": attention}, sources[-1] is None
+        shared["attention"] = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
+        if sources[-1] is not None:  # the MTP layer would have no selection to use
+            unread = shared.get("num_nextn_predict_layers", 0)
+            shared |= {"num_nextn_predict_layers": 0, "num_unread_layers": unread}
+        return shared
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:

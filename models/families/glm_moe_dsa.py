@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import as_array
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
 
 _KINDS = {"F": "full", "S": "shared"}
@@ -23,18 +22,6 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return super().read_hf(fields.with_defaults(rms_norm_eps=1e-5, q_lora_rank=2048, n_group=1, topk_group=1))
-
-    @classmethod
-    def gguf_indexers(cls, fields: ConfigFields, count: int) -> list[str] | None:
-        """Return `indexer_types` of a file of `count` layers. Files that do not list them are of GLM-5, all of whose
-        layers have an indexer, or, for a million positions, of GLM-5.2. Raises ModelConfigError for another list.
-        """
-        name, long = "attention.indexer.types", fields.integer("context_length") >= 1 << 20
-        usual = [not long or layer < 2 or layer % 4 == 2 for layer in range(count)]
-        listed = as_array(fields.value(name, usual))
-        if listed.dtype.kind not in "biu" or listed.ndim != 1 or len(listed) < count:
-            raise fields.fail(name, f"true or false for each of {count} layers")
-        return ["full" if own else "shared" for own in listed[:count]]
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:

@@ -5,7 +5,7 @@ Contains the key names of the GGUF specification (ggml/docs/gguf.md). Tensors ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ EMBEDDING_GEMMA = "gemma-embedding"
 # Architectures whose files are read as those of others. Of models that see, they have the text part, whose tokens have
 # equal positions in all sections of rope.
 READ_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+READ_AS |= {"hunyuan_vl": "hunyuan-dense", "paddleocr": "qwen2"}
 READ_AS |= {EMBEDDING_GEMMA: "gemma3", "nemotron_h_moe": "nemotron_h", "mistral4": "deepseek2"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
@@ -158,7 +159,10 @@ def gguf_fields(
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        # Of experts in all layers files may not say it.
+        "intermediate_size": fields.integer(
+            "feed_forward_length", *([] if experts is None else [experts.intermediate_size])
+        ),
         "rms_norm_eps": fields.number(eps),
         "max_position_embeddings": max_positions,
         "attention": (layer,) * num_layers,
@@ -228,15 +232,27 @@ def gguf_sliding(fields: ConfigFields, full_every: int, *, full_first: bool = Fa
     all for 0; without the field, n is `full_every`. Every n-th layer is the last of n or, with `full_first`, the first.
     Raises ModelConfigError unless the list has a boolean for each layer, and for other values.
     """
-    count, name = fields.integer("block_count"), "attention.sliding_window_pattern"
-    num_layers = max(count - fields.integer("nextn_predict_layers", 0, minimum=0), 0)
-    listed = as_array(fields.value(name, full_every))
-    if listed.dtype == np.bool_ and listed.shape in ((num_layers,), (count,)):
-        return tuple(listed.tolist())[:num_layers]
-    if listed.dtype.kind not in "iu" or listed.shape != () or listed < 0:
-        raise fields.fail(name, f"true or false for each of {num_layers} layers, or an integer >= 0")
-    every = int(listed)
-    return tuple(every == 0 or (layer + (not full_first)) % every > 0 for layer in range(num_layers))
+    name, count = "attention.sliding_window_pattern", fields.integer("block_count")
+    every = fields.value(name, full_every)
+    if isinstance(every, bool) or not isinstance(every, int):
+        return gguf_flags(fields, name, ())
+    if every < 0:
+        raise fields.fail(name, f"true or false for each of {count} layers, or an integer >= 0")
+    every = int(every)
+    usual = [every == 0 or (layer + (not full_first)) % every > 0 for layer in range(count)]
+    return tuple(usual[: count - fields.integer("nextn_predict_layers", 0, minimum=0)])
+
+
+def gguf_flags(fields: ConfigFields, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
+    """Return whether what the field `name` lists is so for each layer that is read; without it, `default`. The list may
+    have layers that predict further tokens, too. Raises ModelConfigError for anything else.
+    """
+    count = fields.integer("block_count")
+    read = max(count - fields.integer("nextn_predict_layers", 0, minimum=0), 0)
+    listed = as_array(fields.value(name, default))
+    if listed.dtype.kind not in "biu" or listed.shape not in ((read,), (count,)) or not set(listed.tolist()) <= {0, 1}:
+        raise fields.fail(name, f"true or false for each of {read} layers")
+    return tuple(map(bool, listed.tolist()))[:read]
 
 
 def gguf_of_layers(fields: ConfigFields, name: str, minimum: int = 1) -> tuple[int, ...]:

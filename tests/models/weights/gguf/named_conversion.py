@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.models.weights.gguf.gguf_conversion import NAMES, latents_apart, permuted, tensor
 from tests.models.weights.gguf.gguf_metadata import metadata
-from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, STRING, U32, Tensor, Value, gguf_bytes
+from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, STRING, U32, Tensor, Value, gguf_bytes
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, np.ndarray]
@@ -24,7 +25,7 @@ class Conversion(NamedTuple):
 
     names: llama.cpp's names of a layer's modules, or of whole tensors, where they differ from NAMES; "#" stands for an
     expert's number. like: architecture whose metadata it has, too. own: further metadata. modified: tensors before they
-    are named.
+    are named. usual: fields of the configuration under their usual names, by those of the file.
     """
 
     architecture: str
@@ -32,6 +33,7 @@ class Conversion(NamedTuple):
     own: Callable[[Config], dict[str, Value]] = lambda config: {}
     like: str = ""
     modified: Callable[[Config, Tensors], Tensors] = lambda config, tensors: tensors
+    usual: Mapping[str, str] = MappingProxyType({})
 
 
 def _experts(within: str = "mlp", shared: str = "shared_experts") -> dict[str, str]:
@@ -72,6 +74,71 @@ def _indexer(config: Config) -> dict[str, Value]:
     return own
 
 
+def _mixture(config: Config) -> dict[str, Value]:
+    """Return the metadata of experts as TextModel.set_gguf_parameters and most of its subclasses write them."""
+    named = {
+        "expert_count": ("n_routed_experts", "num_local_experts", "num_experts"),
+        "expert_used_count": ("num_experts_per_tok",),
+        "expert_feed_forward_length": ("moe_intermediate_size",),
+        "expert_shared_count": ("n_shared_experts", "num_shared_experts"),
+        "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
+    }
+    found = {key: next((config[name] for name in names if name in config), None) for key, names in named.items()}
+    own: dict[str, Value] = {key: (U32, value) for key, value in found.items() if value is not None}
+    if "norm_topk_prob" in config:
+        own["expert_weights_norm"] = (BOOL, config["norm_topk_prob"])
+    return own
+
+
+def _windows(config: Config) -> dict[str, Value]:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    return {
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "attention.sliding_window_pattern": (ARRAY, (BOOL, slides)),
+    }
+
+
+def _afmoe(config: Config) -> dict[str, Value]:
+    return {**_mixture(config), "attention.sliding_window": (U32, config["sliding_window"])}
+
+
+def _hunyuan(config: Config) -> dict[str, Value]:
+    return {
+        **_mixture(config),
+        "expert_shared_feed_forward_length": (U32, config["moe_intermediate_size"]),
+        "expert_weights_scale": (F32, config["router_scaling_factor"]),
+    }
+
+
+def _mellum(config: Config) -> dict[str, Value]:
+    ropes = config["rope_parameters"]
+    return {
+        **_mixture(config),
+        **_windows(config),
+        "rope.freq_base_swa": (F32, ropes["sliding_attention"]["rope_theta"]),
+        "rope.scaling.type": (STRING, "yarn"),
+        "rope.scaling.factor": (F32, ropes["full_attention"]["factor"]),
+        "rope.scaling.original_context_length": (U32, ropes["full_attention"]["original_max_position_embeddings"]),
+    }
+
+
+def _all_permuted(config: Config, tensors: Tensors) -> Tensors:
+    return {name: _permuted(config, name, values) for name, values in tensors.items()}
+
+
+def _bailing(config: Config, tensors: Tensors) -> Tensors:
+    """BailingMoeModel.modify_tensors."""
+    modified, size = {}, config["head_dim"]
+    sizes = np.cumsum([config["num_attention_heads"] * size, config["num_key_value_heads"] * size])
+    for name, values in tensors.items():
+        if "query_key_value" in name:
+            apart = zip("qkv", np.split(values, sizes), strict=True)
+            modified |= {name.replace("query_key_value", f"{part}_proj"): rows for part, rows in apart}
+        else:
+            modified[name] = values
+    return _all_permuted(config, modified)
+
+
 def _shared_granite(config: Config, tensors: Tensors) -> Tensors:
     """GraniteMoeModel.modify_tensors."""
     modified = {}
@@ -91,6 +158,77 @@ def _permuted(config: Config, name: str, values: np.ndarray) -> np.ndarray:
 
 
 CONVERSIONS = {
+    "AfmoeForCausalLM": Conversion(
+        "afmoe",
+        {
+            **_experts(),
+            "self_attn.gate_proj": "attn_gate",
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_mlp_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            "mlp.router.gate": "ffn_gate_inp",
+            "mlp.expert_bias": "exp_probs_b.bias",
+        },
+        _afmoe,
+    ),
+    "BailingMoeForCausalLM": Conversion(
+        "bailingmoe",
+        {
+            **_experts(),
+            "attention.dense": "attn_output",
+            **{f"attention.{part}_proj": f"attn_{part}" for part in "qkv"},
+        },
+        _mixture,
+        modified=_bailing,
+    ),
+    "ChatGLMModel": Conversion(
+        "chatglm",
+        {
+            "self_attention.query_key_value": "attn_qkv",
+            "self_attention.dense": "attn_output",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+        lambda config: {
+            "rope.dimension_count": (U32, config["kv_channels"] // 2),
+            "rope.freq_base": (F32, 10000.0 * config["rope_ratio"]),
+        },
+        usual={
+            "num_layers": "num_hidden_layers",
+            "seq_length": "max_position_embeddings",
+            "ffn_hidden_size": "intermediate_size",
+            "multi_query_group_num": "num_key_value_heads",
+            "layernorm_epsilon": "rms_norm_eps",
+            "padded_vocab_size": "vocab_size",
+        },
+    ),
+    "DeepseekForCausalLM": Conversion("deepseek", _experts(), _mixture, modified=_all_permuted),
+    "HYV3ForCausalLM": Conversion(
+        "hy_v3",
+        {
+            **_experts("mlp", "shared_mlp"),
+            "mlp.router.gate": "ffn_gate_inp",
+            "mlp.expert_bias": "exp_probs_b",
+        },
+        _hunyuan,
+    ),
+    "MellumForCausalLM": Conversion("mellum", _experts(), _mellum),
+    "OrionForCausalLM": Conversion(
+        "orion", {}, lambda config: {"attention.layer_norm_epsilon": (F32, config["rms_norm_eps"])}
+    ),
+    "QWenLMHeadModel": Conversion(
+        "qwen",
+        {
+            "ln_1": "attn_norm",
+            "ln_2": "ffn_norm",
+            "attn.c_attn": "attn_qkv",
+            "attn.c_proj": "attn_output",
+            "mlp.w2": "ffn_gate",
+            "mlp.w1": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        usual={"rotary_emb_base": "rope_theta"},
+    ),
     "DeepseekV32ForCausalLM": Conversion("deepseek32", {**_LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
     "GlmMoeDsaForCausalLM": Conversion("glm-dsa", {**_LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
     "GraniteMoeSharedForCausalLM": Conversion(
@@ -116,6 +254,7 @@ def converted(config: Config, tensors: Tensors, store: Callable[[str, np.ndarray
     """As gguf_conversion.converted, for CONVERSIONS."""
     own = CONVERSIONS[config["architectures"][0]]
     config = {"rope_theta": 10000.0, **{key: value for key, value in config.items() if value is not None}}
+    config = {**config, **{usual: config[name] for name, usual in own.usual.items()}}
     names, written, stacks = {**NAMES, **own.names}, {}, {}
     for name, values in own.modified(config, tensors).items():
         match = _LAYER.fullmatch(name)
@@ -130,7 +269,7 @@ def converted(config: Config, tensors: Tensors, store: Callable[[str, np.ndarray
             stacks.setdefault(named, {})[int(number[1])] = values
     written |= {name: np.stack([each[number] for number in sorted(each)]) for name, each in stacks.items()}
     about = metadata(own.like or own.architecture, config)
-    about = {key.replace(f"{own.like}.", f"{own.architecture}.", 1): value for key, value in about.items()}
+    about = {re.sub(f"^{own.like}[.]", f"{own.architecture}.", key): value for key, value in about.items()}
     about |= {"general.architecture": (STRING, own.architecture)}
     about |= {f"{own.architecture}.{key}": value for key, value in own.own(config).items()}
     return gguf_bytes(about, [store(name, values) for name, values in written.items()])

@@ -143,9 +143,16 @@ STATE_CASES |= {
 }
 # Those that named_conversion converts.
 CASES |= {
+    "afmoe": {},
+    "chatglm": {},
+    "deepseek_moe": {},
     "deepseek_v32": {},
     "glm_moe_dsa": {},
     "granite_moe_shared": {},
+    "hy_v3": {},
+    "mellum": {},
+    "orion": {},
+    "qwen": {"seq_length": 256},
 }
 # Layers of a checkpoint that are left, where the format has no others.
 LAYERS = {"nemotron_h": (0, 2, 3, 4, 5)}
@@ -154,7 +161,7 @@ CASES |= STATE_CASES
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 REARRANGED = ("gpt2", "gpt_neox")
-JOINED = ("internlm2", "falcon", "falcon_groups")
+JOINED = ("internlm2", "falcon", "falcon_groups", "bailing_lite")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
 
@@ -167,7 +174,9 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     renamed = name.startswith(("gemma4", "granite_moe")) or architecture in STATES
     if renamed or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
-    count = config.get("num_local_experts") or config.get("num_experts")
+    count = next(
+        (config[each] for each in ("num_local_experts", "num_experts", "moe_num_experts") if each in config), 0
+    )
     if count:
         source = StackedSource(source, MODELS[architecture].checkpoint_names.stacked_experts, count)
     if architecture == "DeepseekV2ForCausalLM" and not config["attention_bias"]:
@@ -279,7 +288,10 @@ def test_the_model_and_its_weights(opened, name):
         "falcon_h1",  # whose file has no multipliers: its weights include them
         "internlm2",
         "falcon_groups",
-        *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in (*REARRANGED, "falcon")),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough("as others"))
+            for name in (*REARRANGED, "falcon", "bailing_lite")
+        ),
     ],
 )
 def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
