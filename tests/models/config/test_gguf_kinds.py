@@ -142,6 +142,18 @@ INDEXER = {f"attention.indexer.{name}": 8 for name in ("head_count", "key_length
 INDEXER["attention.q_lora_rank"] = 16
 
 
+def test_what_files_leave_out():
+    assert read("glm4moe", **EXPERTS, feed_forward_length=None)[1].intermediate_size == 32  # of Solar Open
+    assert read("qwen", attention__sliding_window=None)[1].intermediate_size == 48  # half of what files say
+    layers, _ = read("hunyuan_vl", attention__sliding_window=None, rope__scaling__alpha=100.0)
+    assert layers[0][1].theta == pytest.approx(1e6 * 100 ** (32 / 30))
+    layers, config = read("mellum", **EXPERTS, **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0})
+    assert layers[0] == (100, FULL) and layers[3][0] is None and layers[3][1].scaling.rope_type == "yarn"
+    assert config.experts.norm_weights
+    layers, config = read("afmoe", **EXPERTS)
+    assert layers == ([(100, FULL)] * 3 + [(None, None)]) * 2 and config.embedding_multiplier == 8.0
+
+
 def test_selections_of_keys():
     """GLM-5.2's files list which layers have an indexer, or have a million positions."""
     for changes, own in (
@@ -224,6 +236,19 @@ def test_layers_with_states():
         ("deepseek32", LATENT | EXPERTS, "deepseek32.attention.indexer.head_count is missing"),
         ("glm-dsa", LATENT | EXPERTS | {**INDEXER, "attention.indexer.types": [1, 0]}, "false for each of 8 layers"),
         ("glm-dsa", LATENT | EXPERTS | {**INDEXER, "attention.indexer.types": [0] * 8}, "must be a list|full for the"),
+        ("afmoe", {**EXPERTS, "expert_gating_func": 1}, r"expert_gating_func must be 2 \(sigmoid\) or absent, got 1"),
+        ("bailingmoe", {**EXPERTS, "expert_used_count": None}, "bailingmoe.expert_used_count is missing"),
+        ("chatglm", {"attention.layer_norm_rms_epsilon": None}, "attention.layer_norm_rms_epsilon is missing"),
+        (
+            "deepseek",
+            {**EXPERTS, "expert_gating_func": 2},
+            r"expert_gating_func must be 1 \(softmax\) or absent, got 2",
+        ),
+        ("hunyuan_vl", {"rope.scaling.alpha": "x"}, "hunyuan_vl.rope.scaling.alpha must be a finite number"),
+        ("hy_v3", {}, "hy_v3.expert_count must be at least 1, got None"),
+        ("mellum", {**EXPERTS, "attention.sliding_window_pattern": [2]}, "must be true or false for each of 8 layers"),
+        ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),
+        ("qwen", {"feed_forward_length": "96"}, "qwen.feed_forward_length must be an integer >= 1"),
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),
