@@ -222,6 +222,8 @@ def test_layers_with_states():
     kinds = [(layer.state is not None, layer.feed_forward_only, layer.rope) for layer in config.attention]
     mamba, attention, mlp = (True, False, None), (False, False, None), (False, True, None)
     assert kinds == [mamba, attention, mlp, mamba, mamba, attention, mlp]
+    own = {**states, "attention__head_count_kv": [0, 2] * 4, "rope__dimension_count": 16}  # as Bamba has it
+    assert read("granitehybrid", **own)[1].attention[1].rope == Rope(16, 1e6)
     assert read("nemotron_h", **states, **listed, attention__layer_norm_rms_epsilon=None)[1].rms_norm_eps == 1e-5
 
 
