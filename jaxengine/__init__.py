@@ -1,5 +1,5 @@
-"""Public names of jaxengine, LLM inference on JAX. They are imported on first use, so that `import jaxengine` does not
-import jax.
+"""Public names of jaxengine, LLM inference on JAX. They are imported on first use; `import jaxengine` does not import
+jax.
 """
 
 from __future__ import annotations

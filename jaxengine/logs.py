@@ -1,8 +1,8 @@
 """Format of log lines, and their output around progress bars.
 
-The format is vLLM's, so that tools that read its logs read ours: level, time, source line, text, prefixed with the name
-of the process where there are several. Only commands and server processes use it; a program that uses the engine as a
-library configures its own logging. A server's lines may be JSON objects instead (`log_as_json`), one for each message.
+The format is vLLM's: level, time, source line, text, prefixed with the name of the process where there are several.
+Only commands and server processes use it; a program that uses the engine as a library configures its own logging. A
+server's lines may be JSON objects instead (`log_as_json`), one for each message.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class _Forgiving:
 
 
 class _Lines(logging.Formatter):
-    """Log formatter that repeats the prefix on each line of a message of several lines, so that a search finds them
-    all.
-    """
+    """Log formatter that repeats the prefix on each line of a message of several lines."""
 
     def __init__(self, process: str):
         super().__init__("%(message)s")

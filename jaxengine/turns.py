@@ -1,9 +1,8 @@
-"""Thread pool with one queue for each owner, served in turn (round robin), so that slow work of one client does not
-delay that of another.
+"""Thread pool with one queue for each owner, served in turn (round robin).
 
 An owner is the holder of an API key; all requests with that key share one queue. Work without an owner (from Python, or
-from a server with one key) may use all threads. An owner may also be a pair of names, the second of which tells apart
-what the first one has: a client, and the machine that its work waits for.
+from a server with one key) may use all threads. An owner may also be a pair of names: a client, and the machine that
+its work waits for.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Layers that keep keys for the same tokens (all tokens, or those of a window) form a group with its own page table. All
 groups take pages from one pool. A page holds the keys and values of `page_size` tokens in the layers of one group. Page
-p of layer number i of any group is in row i * pages + p of the pool, so groups can exchange pages without the kernels'
-knowledge. If layers differ in heads or head sizes, a row has room for the widest layer, and several narrow layers share
-a row (`LayerLocation`). CPUs and GPUs read a layer's pages through a view of the same bytes in which every row is
-split into several. On TPUs, whose tiles allow no such view, layers are side by side in the lanes of a row.
+p of layer number i of any group is in row i * pages + p of the pool, so groups can exchange pages. If layers differ in
+heads or head sizes, a row has room for the widest layer, and several narrow layers share a row (`LayerLocation`). CPUs
+and GPUs read a layer's pages through a view of the same bytes in which every row is split into several. On TPUs, whose
+tiles allow no such view, layers are side by side in the lanes of a row.
 
 A layer that attends to another layer's keys and values has no pages (LayerAttention.kv_source). Layers with a recurrent
 state have arrays with a row for each slot instead of pages. A quantised pool has scales for every layer with pages:
@@ -152,7 +152,7 @@ def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
 
 
 def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
-    """Return new arrays of zeros for Cache.states of one device. num_rows: rows of each array."""
+    """Return new arrays of zeros [num_rows, ...] for Cache.states of one device."""
     return tuple(
         tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in state_arrays(groups)
     )

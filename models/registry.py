@@ -37,6 +37,7 @@ from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import MODEL, CheckpointNames
+from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.quantization.registry import PLAIN, read_quantization
 from jaxengine.sharding.layout import MeshLayout
 
@@ -98,8 +99,9 @@ def model_for_hf(architecture: str, *, nested: bool = False) -> type[CausalLM]:
 
 
 def _with_text(model: Any, fields: ConfigFields) -> Any:
-    """Return the class of the layers of a config.json's model, whose own class is `model`: that over the class of the
-    text part's model_type if `model` takes any. Raises ModelConfigError for a type without a class.
+    """Return the class that builds a config.json's model: `model` itself or, if it is a Wrapper, its class over the
+    decoder that the text part's model_type names. Raises ModelConfigError, with the nearest types, for a type without a
+    class.
     """
     if not hasattr(model, "text_kind"):  # no Wrapper, whose module a plain model needs not
         return model
@@ -157,8 +159,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     """Return the ModelConfig of a Hugging Face config.json, `raw`. Raises ModelConfigError for wrong fields, and for an
     architecture that is not registered.
 
-    pooler: the computation of a pooling model on hidden states; None for a model that generates. Quantization is that
-    of `quantization_config`, `compression_config` or a text config, the first that is not null. With a pooler, the
+    pooler: the computation of a pooling model on hidden states; None for a model that generates. Its quantization is
+    that of `quantization_config`, `compression_config` or a text config, the first that is not null. With a pooler, the
     layers of a model whose tokens see their whole prompt are not causal; without one, such a model is an error.
     """
     fields = ConfigFields(with_usual_fields(ConfigFields(raw).raw))
@@ -192,8 +194,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 
 
 def _with_ids_of_tokens(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ModelConfig without ids at or above vocab_size among bos_token_id and eos_token_ids: no token
-    has them, and transformers accepts them.
+    """Return arguments of ModelConfig without ids at or above vocab_size among bos_token_id (then None) and
+    eos_token_ids.
     """
     size, bos = shape["vocab_size"], shape.get("bos_token_id")
     ends = tuple(end for end in shape.get("eos_token_ids", ()) if end < size)
@@ -288,6 +290,10 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
     config that cannot be built.
     """
     family: Any = model_for_hf(config.architecture)
+    stored, names = config.quantization, family.checkpoint_names.next_layer
+    if names and isinstance(stored, Quantization):  # it names the layer's modules as the checkpoint does
+        own = tuple((old, f"model.layers.{config.num_layers}.{new}") for old, new in names)
+        config = replace(config, quantization=replace(stored, prefixes=(*own, *stored.prefixes)))
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
 
 

@@ -14,8 +14,7 @@ def compiler_params(interpret: Any, *semantics: Any, vmem_limit_bytes: int | Non
     """Return compiler parameters for `pl.pallas_call(..., interpret=interpret)`, in which bounds are checked only if
     `interpret` is true.
 
-    On a chip every copy would be checked, and a failed check stops the device. The interpreter raises an error for a
-    read or write out of bounds.
+    The interpreter then raises an error for a read or write out of bounds.
 
     semantics: "parallel" or "arbitrary" for each dimension of the grid; without any, all are "arbitrary".
     vmem_limit_bytes: VMEM that the kernel may use, None for the compiler's default.

@@ -1,8 +1,7 @@
 """Tables of kernel implementations: a row for each operation and kind of implementation, and one for each platform.
 
-This module also maps devices and option values to platforms, and raises the error for a missing row. A new kernel is a
-module and a row here; the conformance suite runs over everything that a platform uses. Rows are names of modules, which
-are imported at first use, so that a host only imports the kernels of its own platform.
+This module also maps devices and option values to platforms. A new kernel is a module and a row here. Rows are names of
+modules, which are imported at first use.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def padded(size: int) -> int:
 
 def widened(codes: jax.Array, dtype: Any) -> jax.Array:
     """Return one-byte codes, int8, float8_e5m2 or float8_e4m3fn, converted to `dtype`. Floats are converted by their
-    bits, because cards before compute capability 8.9 have no instruction for them.
+    bits.
     """
     if codes.dtype == jnp.int8:
         return codes.astype(dtype)

@@ -12,7 +12,7 @@ def zeros_in_layer(own: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.floa
     """Return zeros of `shape` and `dtype` that are computed from `own`, an array which only this layer has. Its values,
     also NaN and infinity, do not matter.
 
-    XLA would turn constant zeros into one array for all layers and copy it for each, all at the start of the step.
+    XLA would copy constant zeros for all layers at the start of the step.
     """
     first = own[(0,) * max(own.ndim - 2, 0)]
     if own.dtype.itemsize == 1 and own.ndim > 1:

@@ -23,7 +23,7 @@ class RankExtension:
         """Return how many of a request's tokens [start, start + count) the step can compute; 0 defers the request.
 
         hits: the cached prefix of a request that is not admitted yet; None for a running request. Nothing may be
-        reserved here, because the request may get no row, or fewer tokens. The base class returns `count`.
+        reserved here, because the request may get no row. The base class returns `count`.
         """
         return count
 

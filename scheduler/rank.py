@@ -2,7 +2,7 @@
 
 Decodes come first, then running prefills, then the requests that the scheduler admits, until tokens, slots or pages run
 out. A prefill chunk and a decode are the same thing: a request with `num_scheduled` new tokens. Decodes are handled as
-arrays. Python objects are touched only for requests that start, end, prefill, are preempted or stream every token.
+arrays.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rank:
       index: number of the replica.
       pages: page tables of its slots. pool: the pool of their pages.
       slots: its running requests.
-      budget: tokens that the step being scheduled can still take; 0 after a preemption, so that no request is admitted.
+      budget: tokens that the step being scheduled can still take; 0 after a preemption, so that none is admitted.
       preempted: requests that lost their slot in this step.
       decodes: i64 [n], slots that feed their last sampled token in this step.
       weights_digest: digest of the weights that compute requests admitted from now on, see Request.
@@ -137,7 +137,7 @@ class Rank:
         request. Reserves nothing, but sets the request's weights digest and page digests.
 
         There must be pages for all known tokens of the request, in addition to those that running requests still need
-        for theirs. Otherwise an admitted prompt might have to be preempted, and computed again.
+        for theirs.
         """
         request.compute_with(self.weights_digest)
         known = request.known_token_ids()

@@ -37,10 +37,9 @@ class Scheduler:
     """Scheduler that decides what each step computes. For every step with rows call `schedule`, run the step on the
     device, then call `update`.
 
-    All replicas share one queue. A request is assigned to a replica when it is admitted, not when it arrives. So no
-    request waits for one replica while another is idle, the queue's order, with priorities and with preempted requests
-    at the front, holds over all replicas, and no KV has to be moved. If the first request in the queue cannot run, no
-    later one is admitted, so that a long prompt is not overtaken forever.
+    All replicas share one queue. A request is assigned to a replica when it is admitted, not when it arrives. So the
+    queue's order, with priorities and with preempted requests at the front, holds over all replicas, and no KV is
+    moved. If the first request in the queue cannot run, no later one is admitted, so that it is not overtaken forever.
 
     Among the replicas that have a slot, tokens and pages for the first request, the one with the least work is chosen;
     if several are equal, the first. Its work is the number of tokens of its running requests, which every later step

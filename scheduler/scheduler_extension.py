@@ -34,8 +34,7 @@ class SchedulerExtension:
 
     def admits(self, request: Request) -> bool:
         """Return whether the first request in the queue may run. If not, it is held outside the queue until `ready`
-        returns it. It may be called several times for a request, which may still have to wait for another extension or
-        for pages. The base class returns True.
+        returns it. It may be called several times for a request. The base class returns True.
         """
         return True
 

@@ -1,8 +1,8 @@
 """Collectives of layers that are split over devices: gather tokens, add partial sums. On one device they do nothing.
 
-The entire step runs under one `jax.shard_map` (jaxengine.runner): every array in it is the device's own part, and
-every exchange between devices is written here, so that exchanges inserted by the compiler can be counted. The mesh is
-the ambient one; axes are the logical ones of jaxengine.sharding.layout.
+The entire step runs under one `jax.shard_map` (jaxengine.runner): every array in it is the device's own part, and every
+exchange between devices is written here. The mesh is the ambient one; axes are the logical ones of
+jaxengine.sharding.layout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxengine.sharding.layout import RULES
 def split_over(axis: str) -> tuple[str, ...]:
     """Return the names of the mesh axes of more than one device over which `jax.shard_map` splits a logical axis.
 
-    Mesh axes over which XLA itself splits arrays do not count: in the traced code, such arrays are whole. Raises
-    KeyError for an axis that RULES lacks, as do all functions here that take one.
+    Mesh axes over which XLA itself splits arrays do not count. Raises KeyError for an axis that RULES lacks, as do all
+    functions here that take one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
@@ -205,9 +205,7 @@ def sum_parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def any_device(predicate: jax.Array) -> jax.Array:
-    """Return bool [...], whether each element of `predicate` bool [...] holds on any device of the mesh. Devices that
-    exchange data must take the same branch.
-    """
+    """Return bool [...], whether each element of `predicate` bool [...] holds on any device of the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     over = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
     return lax.psum(predicate.astype("int32"), over) > 0 if over else predicate

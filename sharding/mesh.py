@@ -1,5 +1,4 @@
-"""Device mesh of three named axes, all of them always present, so that no rule depends on the kinds of parallelism in
-use."""
+"""Device mesh of three named axes, all of them always present."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ ROOMS = {
         "models.layers.states models.layers models.vision models.sound"
     ),
     "models:registry": (
-        "sharding models.params models.config models.config.readers models.quantization models models.layers "
-        "models.families"
+        "sharding models.params models.config models.config.readers models.quantization.base models.quantization "
+        "models models.layers models.families"
     ),
     "models.weights.views": "sharding models.params models.config models.quantization.base models",
     "models.weights.formats": "models.params models models.weights.views",
@@ -226,6 +226,10 @@ ROOMS = {
         "sharding models.config models models.layers.base models.layers scheduler.base scheduler.batches "
         "scheduler.pages sampling config.features config records runner.base runner.executables runner.programs"
     ),
+    "runner.extensions.states": (
+        "sharding models.config models models.layers.attention models.layers models.layers.states scheduler.batches "
+        "scheduler.pages runner.base"
+    ),
     "runner.extensions.adapters": (
         "models.params models models.layers.base models.weights.adapters scheduler.base scheduler.batches "
         "scheduler.extensions config.base config.features config checkpoint runner.base runner.programs"
@@ -246,8 +250,8 @@ ROOMS = {
     ),
     "runner.extensions:build": (
         "models config.base config checkpoint media runner.base runner.programs runner.extensions.pooling "
-        "runner.extensions runner.extensions.adapters runner.extensions.pictures runner.extensions.sounds "
-        "runner.extensions.drafts"
+        "runner.extensions runner.extensions.states runner.extensions.adapters runner.extensions.pictures "
+        "runner.extensions.sounds runner.extensions.drafts"
     ),
     "runner": (
         "sharding models.quantization.base models models.weights.views scheduler.base scheduler.batches "
@@ -309,8 +313,8 @@ ROOMS = {
         "sharding models.params models.config models.config.readers models models.layers.base "
         "models.layers.attention models.layers.attention.blocks models.layers.experts models.layers models:registry "
         "models.weights.adapters scheduler.batches config.base config.features config.inputs config checkpoint "
-        "runner.extensions.pictures runner.extensions.drafts runner.extensions:build runner.start check.compiled "
-        "check.model:roofline"
+        "runner.extensions.states runner.extensions.pictures runner.extensions.drafts runner.extensions:build "
+        "runner.start check.compiled check.model:roofline"
     ),
     "check": (
         "sharding models.config models.quantization.base models jaxengine:base config.base config runner.base "

@@ -212,9 +212,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload the adapter with this lora_int_id, so that no new request can use it. Returns whether there was one.
-        Raises EngineDeadError.
-        """
+        """Unload the adapter with this lora_int_id. Returns whether there was one. Raises EngineDeadError."""
         for each in await self.utility("adapters"):
             if each["number"] == lora_id:
                 await self.utility("unload_adapter", each["name"])
@@ -265,7 +263,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
         pooling_params: None for the model's defaults; they are copied now. request_id: None for a generated one.
         priority, timeout, client: see `RequestOptions`. lora_request: see `generate`. The request starts when the
-        iteration starts; leaving that early aborts it. It raises RequestError, also without a result, EngineDeadError.
+        iteration starts; leaving it early aborts the request. It raises RequestError, also for a result that is not
+        finite, and EngineDeadError.
         """
         params, name = copy.copy(pooling_params), None if lora_request is None else lora_request.lora_name
         outputs = checked(self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client, lora=name)))
@@ -380,7 +379,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     def text_spans(self) -> list[tuple[float, float, int]]:
         """Return the latest periods in which this process turned tokens into text, in order, as (start, end, number of
-        outputs), in seconds of time.monotonic.
+        outputs), in seconds of time.monotonic. Raises EngineDeadError in a fork.
         """
         return self.core.text_spans()
 
@@ -389,7 +388,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
-        """Return the engine's counters, gauges and histograms, each with a name and its values."""
+        """Return the engine's metrics: counters, gauges and histograms. Raises EngineDeadError in a fork."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
@@ -454,8 +453,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     @jax.transfer_guard("allow")
     def _loop(self) -> None:
-        """Run commands and steps until shutdown or an error, on the engine's thread. Pass outputs and refusals to their
-        readers. At the end, all open streams end with EngineDeadError.
+        """Run commands and steps until shutdown or an error, on the engine's thread. Pass outputs and errors of refused
+        requests to their readers. At the end, end all streams with EngineDeadError.
         """
         error = EngineDeadError("the engine was shut down")
         try:
@@ -490,7 +489,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                 del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
-        """Set `_dead`, run the queued commands, which raise it to their callers, and end all streams with `error`."""
+        """Set `_dead` to `error`, run queued commands, which raise it to their callers, and end all streams with it."""
         with self._command_lock:
             self._dead = error
         while self._commands:

@@ -149,7 +149,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, so that `step` has work to do."""
+        """Whether a request waits or runs."""
         return self.engine.has_unfinished
 
     def rest(self) -> float:
@@ -238,8 +238,8 @@ class EngineCore:
         return True
 
     def _count_rejections(self, count: int) -> None:
-        """Add `count` to the number of requests that were refused because too many were waiting. A server's other
-        process counts them.
+        """Add `count` to the number of requests that were refused because too many were waiting. They are counted in
+        the server's API process.
         """
         self.engine.request_stats.num_rejections += count
 
@@ -282,7 +282,7 @@ class EngineCore:
 
 
 class CoreMethods(ABC):
-    """Methods of LLM and LLMEngine alone that call the engine between two steps."""
+    """Methods that LLM and LLMEngine share. Each holds the engine's lock, so that it runs between two steps."""
 
     _lock: AbstractContextManager[Any]
 
@@ -317,8 +317,8 @@ class CoreMethods(ABC):
 
 
 def transfers_allowed() -> AbstractContextManager[None]:
-    """Return a context in which this thread's transfers are allowed, whatever jax_transfer_guard says. An engine hands
-    host arrays to its programs; a trainer that forbids such transfers means those of its own loop.
+    """Return a context in which this thread's transfers between host and devices are allowed, whatever
+    jax_transfer_guard says: an engine passes host arrays to its programs.
     """
     is_guarded = any(getattr(jax.config, f"jax_transfer_guard_{way}") for way in _WAYS)
     return jax.transfer_guard("allow") if is_guarded else _NOTHING
@@ -350,8 +350,8 @@ class _EngineLock(FairLock):
 
 
 def engine_lock(core: EngineCore) -> FairLock:
-    """Return a lock for calls of `core`. A call that is interrupted while it holds the lock, by a second Ctrl-C for
-    instance, marks the engine as dead: buffers may be lost, and requests half recorded.
+    """Return a lock for calls of `core`. Acquiring it raises EngineDeadError in a fork. A call that is interrupted
+    while it holds the lock, by a second Ctrl-C for instance, marks the engine as dead.
     """
 
     def interrupted() -> None:

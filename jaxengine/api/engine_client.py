@@ -103,7 +103,7 @@ class EngineClient(Protocol):
 
 
 class EngineWrapper:
-    """Base class of an EngineClient that wraps another one and passes calls on to it."""
+    """Base class of an EngineClient that wraps another one and passes these calls on to it. Subclasses add the rest."""
 
     def __init__(self, engine: EngineClient):
         self.inputs: InputProcessor = engine.inputs
@@ -136,10 +136,10 @@ class EngineWrapper:
 
 
 def prefix_reset(running: bool, external: bool, name: str = "reset_connector") -> str:
-    """Return the name of the utility that drops cached prefixes.
+    """Return the name of the utility (`EngineCore.utilities`) that drops cached prefixes.
 
-    running: whether running requests have to compute their pages again. external: if true, raise RequestError about the
-    argument `name`, because no reset deletes files.
+    running: whether running requests compute their pages again ("recompute_running") or not ("reset_prefix_cache").
+    Raises RequestError, which names the argument `name`, if `external` is true.
     """
     if external:
         raise RequestError(f"{name} is true; allowed: false, as no reset deletes files of pages", param=name)

@@ -1,7 +1,6 @@
 """FairLock: the lock of an engine that several threads share, acquired in order of arrival.
 
-A thread that has just released a threading.Lock may acquire it again at once. A thread that runs steps in a loop would
-then keep out another one whose answer is ready, or that wants to add a request.
+A thread that has just released a threading.Lock may acquire it again at once, and keep others out.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class FairLock:
         self._deferred = deferred
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """Pass the lock on to the first waiting thread, then raise a deferred signal. kind: type of the exception that
-        ends the `with` block, None for none.
+        """Pass the lock on to the first waiting thread, then raise a deferred signal. Calls `interrupted` first if a
+        handler has raised, or if the block ends with an exception, of type `kind`, that is no Exception.
         """
         deferred, self._deferred = self._deferred, ()
         try:
@@ -103,12 +102,12 @@ class FairLock:
 
 
 class _Deferred:
-    """Deferral of a signal: the first one is remembered, further ones are passed to the earlier handler.
+    """Deferral of one signal number: the first signal is remembered, further ones are passed to the earlier handler.
 
     Attributes:
       number: the signal.
       handler: its earlier handler.
-      is_pending: whether one has been remembered.
+      is_pending: whether a signal has been remembered.
       has_raised: whether the earlier handler has raised an exception.
     """
 
@@ -117,8 +116,8 @@ class _Deferred:
         self.number, self.handler, self.is_pending, self.has_raised = number, handler, False, False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember a signal that is the first one, or that comes while the lock changes hands, which must not happen by
-        half; call the earlier handler for others, and raise its exceptions.
+        """Remember a signal if none is remembered yet, or if it comes while the lock changes hands, which must not be
+        interrupted. Otherwise call the earlier handler and raise its exceptions.
         """
         if self.is_pending and (frame is None or frame.f_code not in _CHANGES):
             try:

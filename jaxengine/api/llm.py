@@ -121,7 +121,8 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
                 self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """Return the tokens each expert was given so far, u32[expert layers, E], modulo 2**32; None without experts.
+        """Return the number of tokens that each expert was given so far, u32[expert layers, E], modulo 2**32; None for
+        a model without experts.
 
         Raises EngineDeadError.
         """
@@ -295,7 +296,9 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         return self._core.inputs.default_sampling_params()
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-        """Return `params_for` with its errors; params None stands for the default parameters."""
+        """Return the result of `params_for` for the default parameters, if `params` is None, or else `params`. Raises
+        its errors.
+        """
         given = self.get_default_sampling_params() if params is None else params
         return params_for(count, given, self.core.inputs.config.max_model_len)
 
@@ -331,9 +334,9 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         return [call.outputs[request_id] for request_id in started]
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
-        """Run steps, taking turns with other threads, until all `num_requests` outputs of a call have arrived. Wait
-        while the engine is paused. Raises the RequestError of one of its requests, or EngineDeadError; the other
-        requests are not aborted.
+        """Run steps, taking turns with other threads, until all `num_requests` outputs of a call have arrived, and show
+        its progress. Wait while the engine is paused. Raises the RequestError of one of its requests, or
+        EngineDeadError; the other requests are not aborted.
         """
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:

@@ -52,9 +52,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError, and
-        ClusterError if there are several nodes.
-        """
+        """Load the model and compile its steps. Raises the errors that the class lists."""
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLMEngine")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
@@ -124,7 +122,7 @@ class LLMEngine(WeightMethods, VllmMethods):
                 self._adapters.pop(each, None)
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has work left, outputs to return, or errors to raise."""
+        """Return whether `step` has work to do, outputs to return, or errors to raise."""
         return self.core.has_unfinished or bool(self._outputs or self._errors)
 
     def get_num_unfinished_requests(self) -> int:
@@ -160,7 +158,7 @@ class LLMEngine(WeightMethods, VllmMethods):
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload the adapter with this lora_int_id, so that no new request uses it. Returns whether there was one."""
+        """Unload the adapter with this lora_int_id. Returns whether there was one."""
         with self._lock:
             for each in self.core.utility("adapters"):
                 if each["number"] == lora_id:

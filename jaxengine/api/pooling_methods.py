@@ -167,7 +167,7 @@ class PoolingMethods(CoreMethods):
             load_each(self.core, self._lock, adapters)  # an adapter's name stands for it then
 
             def encode(texts: list[Any], params: list[PoolingParams], own: list[LoRARequest | None]) -> list[Any]:
-                """Return the outputs of texts, each with its adapter."""
+                """Return the outputs of `texts` in order, with its parameters and adapter (`own`) for each."""
                 return self.encode(texts, params, lora_request=own, **options)
 
             return scoring.compare(pairs, roles, adapters, inputs, encode)

@@ -211,8 +211,6 @@ def compare(
 
 
 def refuse_template(chat_template: str | None) -> None:
-    """Raise RequestError if chat_template is not None. It is called for embedding models, which take the texts of a
-    pair separately.
-    """
+    """Raise RequestError if chat_template is not None."""
     if chat_template is not None:
         raise RequestError("chat_template is for models that read both texts at once", param="chat_template")

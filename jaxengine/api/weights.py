@@ -44,7 +44,8 @@ class WeightMethods(CoreMethods):
         target: Target = "model",
         chunk_bytes: int | None = None,
     ) -> WeightUpdate:
-        """Replace the model's weights between two steps, either all of them or none. Nothing is compiled.
+        """Replace the model's weights between two steps, either all of them or none, and return what was replaced and
+        how long it took. Nothing is compiled.
 
         New weights are read and put on the devices in addition to the old ones, while other threads' requests continue.
         Matrices that were quantised when the engine loaded them are quantised again. Weights of drafts and adapters are
@@ -57,8 +58,7 @@ class WeightMethods(CoreMethods):
           version: version of the new weights, as `weight_version` and outputs report it. None for the current one plus
             one; if the current one is a text, for the number of updates of the model, including this one.
           mode: whether running requests continue ("keep"), may finish first ("wait") or are ended ("abort"). New
-            requests wait in any case. "wait" is refused while `pause_generation` or `sleep` keeps requests, because
-            they could not finish.
+            requests wait in any case. "wait" is refused while `pause_generation` or `sleep` keeps requests.
           kv: whether running requests compute their keys and values again ("recompute") or continue with those that the
             old weights have computed ("keep"; in a pooling model they compute them again). "drop" is "recompute", and
             also clears cached prefixes at once. No request uses cached pages that other weights have computed.
@@ -226,8 +226,7 @@ class WeightMethods(CoreMethods):
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
         reset_running_requests: also compute running requests again from their first token, once no step is in flight.
-        The steps that are in flight are completed here. Raises RequestError if reset_connector is true, because files
-        of kv_offloading_path are not deleted.
+        The steps that are in flight are completed here. Raises RequestError if reset_connector is true.
         """
         with self._lock:
             done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
@@ -286,13 +285,9 @@ class AsyncWeightMethods(ABC):
         target: Target = "model",
         chunk_bytes: int | None = None,
     ) -> WeightUpdate:
-        """Replace the model's weights between two steps, either all of them or none, and return what was replaced and
-        how long it took. Nothing is compiled.
+        """Replace the model's weights as `LLM.update_weights` does, with its arguments, errors and result.
 
-        New weights are loaded while requests continue; only the switch needs a pause. See `LLM.update_weights` for the
-        arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value;
-        RequestError for another argument; EngineDeadError; ClusterError if another process of the engine is lost. On an
-        error the old weights are kept.
+        New weights are loaded while requests continue; only the switch needs a pause.
         """
         weights = await self._weights()
         weights.check(version, mode, kv)
@@ -309,11 +304,7 @@ class AsyncWeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """Replace an adapter's matrices between two steps, or add an adapter, from arrays in memory.
-
-        See `LLM.update_lora` for the arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a
-        wrong shape or value; RequestError; EngineDeadError. On an error the old adapter is kept.
-        """
+        """Replace an adapter's matrices, or add an adapter, as `LLM.update_lora`, with its arguments and errors."""
         weights = await self._weights()
         weights.check(None, mode, kv)
         adapters = await self.between_steps(lambda: _adapters_of(self.core))
@@ -404,8 +395,9 @@ class AsyncWeightMethods(ABC):
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached prefixes, and return True. Running requests keep their pages.
 
-        reset_running_requests: also compute running requests again from their first token, once no step is in flight.
-        Raises EngineDeadError, and RequestError for reset_connector: files of kv_offloading_path are not deleted.
+        reset_running_requests: also compute running requests again from their first token, once no step is in flight;
+        this method does not wait for that. Raises EngineDeadError, and RequestError for reset_connector: files of
+        kv_offloading_path are not deleted.
         """
         name = prefix_reset(reset_running_requests, reset_connector)
         return await self.between_steps(lambda: self.core.utility(name))
@@ -416,7 +408,7 @@ class AsyncWeightMethods(ABC):
         return await self.between_steps(lambda: bool(weights.asleep))
 
     async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Return what `LLM.weight_info` returns, with its errors."""
+        """Return the result of `LLM.weight_info`, with its errors."""
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
     async def _weights(self) -> Any:
@@ -480,9 +472,8 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return {"weight_version"}, and with `checksum` also {"checksums"}: the SHA-256 of each weight on the devices, by
-    name. An engine that sleeps automatically is woken for them. Raises EngineDeadError, and RequestError if there are
-    no checksums because the engine sleeps or other processes hold weights.
+    """Return the result of `LLM.weight_info`, with its errors, for a caller that holds the lock or runs on the engine's
+    thread.
     """
     from jaxengine.runner.weights.weight_update import checksums
 

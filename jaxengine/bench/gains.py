@@ -2,7 +2,7 @@
 one run.
 
 A row of GAINS names an optimisation, the options of the two engines that differ by it, and the figure that is measured
-on both alternately, so that a machine whose speed drifts favours neither. The best value of each counts.
+on both alternately. The best value of each counts.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure the gains named in args.only, or all; print the table, write it to the --json file, and return 0.
 
     max_model_len is Sizes.context if it is not given. A gain whose options an engine refuses (ConfigError) becomes a
-    row without figures whose unit is the reason. Other
-    errors are raised, and then nothing is written. Progress goes to standard error.
+    row without figures whose unit is the reason. Other errors are raised, and then nothing is written. Prints progress
+    to standard error.
     """
     from jaxengine.config.base.errors import ConfigError
     from jaxengine.results import table, write_json

@@ -1,9 +1,9 @@
 """`jaxengine bench host`: host time of a step, with a model that takes no time.
 
 A step is `Scheduler.schedule`, `Packer.pack` and `Scheduler.update`; the sampled ids are random. All sequences decode,
-at staggered offsets within their pages, so that every step allocates some pages. With `--turnover` requests also finish
-and new ones begin; with `--width` every decode has drafts, of which a random number is accepted. `loop` is the time of
-a whole `Engine.step`, with counters and slot rows, on a runner that does nothing. No device is used.
+at staggered offsets within their pages. With `--turnover` requests also finish and new ones begin; with `--width` every
+decode has drafts, of which a random number is accepted. `loop` is the time of a whole `Engine.step`, with counters and
+slot rows, on a runner that does nothing. No device is used.
 """
 
 from __future__ import annotations

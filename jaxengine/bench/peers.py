@@ -1,8 +1,7 @@
 """`jaxengine bench peers`: compares engines on the same machine and workloads, alternating within one run.
 
 Every engine is a process in its own virtual environment and stays loaded. In each round each engine runs the workload
-once, so that a slow minute of the machine affects all of them; the fastest round counts. Ratios compare the fastest
-weight format of each engine, and for W1 also equal formats.
+once; the fastest round counts. Ratios compare the fastest weight format of each engine, and for W1 also equal formats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`jaxengine bench serve`: open-loop load on a server with OpenAI's completions or chat route, and its latencies.
 
-Requests are sent at random times of a given rate whether or not the server keeps up, as independent clients do. Options
-and figures have the names of vLLM's `bench serve`. The server may be any, given by its URL.
+Requests are sent at random times of a given rate whether or not the server keeps up. Options and figures have the names
+of vLLM's `bench serve`. The server may be any, given by its URL.
 """
 
 from __future__ import annotations

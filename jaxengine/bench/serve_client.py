@@ -1,8 +1,7 @@
 """A minimal HTTP/1.1 client for load generation: one request at a time on a connection, and timing of a streamed
 completion.
 
-Each received piece is timed; requests share nothing but idle connections. Supports OpenAI's completion and chat
-endpoints.
+Supports OpenAI's completion and chat endpoints.
 """
 
 from __future__ import annotations

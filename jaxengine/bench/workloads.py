@@ -95,9 +95,8 @@ def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: in
     vocab_size: upper bound (exclusive) of the random token ids. max_model_len: a prompt and an output have at most half
     of it each, and at least 4 and 2 tokens. Raises ValueError if it is below 16, or num_prompts below 1.
 
-    Modelled on the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1: on average 161 prompt
-    and 338 output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a sigma of 1.0
-    give averages near 150 and 100; the longest of 32 outputs is about five times their average.
+    Modelled on the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1), with shorter outputs
+    for a CPU: medians are 96 prompt and 64 output tokens, averages about 150 and 100.
     """
     import numpy as np
 

@@ -1,8 +1,8 @@
 """Process that compiles for one target: reads a request and writes a line of JSON for each event.
 
-Run as `python -m jaxengine.check.compile`. Each target has its own process, because Mosaic GPU caches kernels by source
-without regard to the target, and because a compiler that aborts must not affect other targets. Standard output carries
-the replies; the compilers' own output goes to the log that the request names, from which figures are read.
+Run as `python -m jaxengine.check.compile`. Each target has its own process: Mosaic GPU caches kernels without regard to
+it, and a compiler may abort. Standard output carries the replies; the compilers' own output goes to the log that the
+request names, from which figures are read.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jaxengine.check.model.code import layers_with_code
 from jaxengine.check.model.drafts import drafting, drafts, settled
 from jaxengine.check.model.programs import CheckedProgram, StagePrograms, open_stages
 from jaxengine.check.model.shapes import model_config
+from jaxengine.check.model.states import accepted_states
 from jaxengine.check.model.towers import encoders
 from jaxengine.check.targets import Target, find_target
 from jaxengine.config.base.platforms import PLATFORMS
@@ -198,8 +199,7 @@ class Compiler:
         """Yield the programs of a stage, with a pool of `num_pages` pages. With the request's `profile` it yields only
         blocks of kernels, and nothing for stages after the first.
 
-        Kernels by themselves (of the first stage only) come first, because Mosaic GPU prints a kernel's figures only
-        once per process.
+        Kernels by themselves (of the first stage only) come first.
         """
         if self.request.profile:
             yield from stage.blocks() if stage is self.stages[0] else ()
@@ -212,6 +212,7 @@ class Compiler:
             yield stage.epilogue(name, size, num_pages)
         yield from drafts(stage, num_pages, short=self.request.short)
         yield from encoders(stage, short=self.request.short)
+        yield from accepted_states(stage, short=self.request.short)
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
         """Return a stage's memory plan, made as an engine makes it from its compiled programs. Compiles the largest
@@ -260,12 +261,10 @@ class Compiler:
             epilogue, held_by_one = self._needs(stage.epilogue(name, size, stage.num_columns))
             of_others += held_by_one * sum(each == name for each, _ in sizes)
             beside = max(beside, stage.forwarded_bytes(name, size) + epilogue["workspace_bytes"])
-        for program in drafts(stage, stage.num_columns, short=True):
-            draft, held_by_draft = self._needs(program)
-            beside, of_others = max(beside, draft["workspace_bytes"]), of_others + held_by_draft
-        for program in encoders(stage, short=True):
-            encoder, held_by_encoder = self._needs(program)
-            beside, of_others = max(beside, encoder["workspace_bytes"]), of_others + held_by_encoder
+        others = drafts(stage, stage.num_columns, short=True), encoders(stage, short=True)
+        for program in (*others[0], *others[1], *accepted_states(stage, short=True)):
+            found, held_by_one = self._needs(program)
+            beside, of_others = max(beside, found["workspace_bytes"]), of_others + held_by_one
         counts = (layers_with_code(self.target.backend, len(each.model.stage.layers)) for each in (whole, stage))
         of_whole, of_stage = counts
         programs = held * of_whole // of_stage + of_others

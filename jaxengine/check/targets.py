@@ -1,7 +1,6 @@
 """Devices that a check compiles for: settings of their compilers, and figures for a roofline.
 
-Figures are the vendors' published ones for dense bfloat16, HBM as the compiler reports it free. Imports no jax, because
-the process that does not compile reads this file too.
+Figures are the vendors' published ones for dense bfloat16, HBM as the compiler reports it free. Imports no jax.
 """
 
 from __future__ import annotations

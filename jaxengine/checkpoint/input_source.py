@@ -1,6 +1,4 @@
-"""InputSource: what the preparation of requests needs of an opened model. Needs neither jax nor the model's class, so
-that API processes start without them.
-"""
+"""InputSource: what the preparation of requests needs of an opened model. Needs neither jax nor the model's class."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class InputSource:
       generation_defaults: sampling parameters suggested by the model's authors, or set by the user.
       tokenizer_path: folder of a tokenizer that replaces the model's own; None for the model's own.
       pooling: how a pooling model computes its results; None for a generating model.
-      control_vectors: those of the option steering_vectors, by name.
+      control_vectors: control vectors that the option steering_vectors names, by name.
     """
 
     path: Path

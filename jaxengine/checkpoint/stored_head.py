@@ -1,16 +1,13 @@
 """Decides from the weights what a checkpoint's configuration gets wrong: whether the LM head is tied to the embedding,
 which modules are not quantised, and the frequencies of rope.
 
-transformers 5 writes a class default of `tie_word_embeddings` at the top level of a wrapper, whatever its text_config
-has, and fine-tuned models with a separate head often keep the base model's value. So the weights decide, as in
-transformers 5: a head that differs from the embedding is not tied.
+`tie_word_embeddings` is often a default or a base model's value. The weights decide, as in transformers 5: a head that
+differs from the embedding is not tied.
 
-In transformers 5 the experts of a layer are one parameter and no linear layers. So a tool that quantises all linear
-layers leaves them as they are, and does not list them among the modules that it ignored. Tools that quantise the
-language model of a model with a tower do not always list the tower's matrices, as InternVL's AWQ checkpoints.
+Tools do not always list everything that they left unquantised: experts, which are no linear layers in transformers 5,
+or a tower's matrices.
 
-ESM-2 was trained with frequencies that were rounded to float16, which its checkpoints keep; those of the configuration
-give other embeddings.
+ESM-2's checkpoints keep frequencies rounded to float16, with which it was trained.
 """
 
 from __future__ import annotations
@@ -168,7 +165,7 @@ def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:
 def _look_equal(weights: WeightSource, first: str, second: str) -> bool:
     """Whether up to MAX_ROWS evenly spread rows of two matrices are equal. first, second: names of the matrices.
 
-    Matrices of different shapes, or without two axes, count as equal, because the loader reports them.
+    Matrices of different shapes, or without two axes, count as equal.
     """
     shape = weights.shape(first)
     if shape != weights.shape(second) or len(shape) != 2 or 0 in shape:

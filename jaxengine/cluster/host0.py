@@ -1,9 +1,8 @@
 """Host 0 of an engine of several processes, the one that schedules: its side of the connections to the workers.
 
-Host 0 announces each program to the workers (worker.py) before it executes the program itself, so that all processes
-execute the same programs in the same order. It admits workers and detects lost ones. jax's start-up traffic between
-processes passes through such connections, too, so that host 0 opens only master_port. Devices exchange data over
-connections of their own, in a network that must be trusted.
+Host 0 announces each program to the workers (worker.py) before it executes the program itself: all execute the same
+programs in the same order. It admits workers and detects lost ones. jax's start-up traffic passes through the same
+port, master_port. Devices exchange data over connections of their own, in a network that must be trusted.
 """
 
 from __future__ import annotations
@@ -181,9 +180,7 @@ class Cluster(Peers):
             raise ClusterError(self._failure)
 
     def _check_open(self) -> None:
-        """Raise ClusterError if a process is lost, or once the engine shuts down, because workers then no longer
-        answer.
-        """
+        """Raise ClusterError if a process is lost, or once the engine shuts down."""
         self.check()
         if self._closing:
             raise ClusterError("the engine has been shut down")
@@ -191,8 +188,8 @@ class Cluster(Peers):
     def shutdown(self, reason: str | None = None) -> None:
         """Send the workers "end", or "failed" with `reason`, wait up to _END_SECONDS for them, and close connections.
 
-        reason: of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this process,
-        which shares the connections.
+        reason: reason of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this
+        process, which shares the connections.
         """
         if os.getpid() != self._pid:
             return
@@ -250,7 +247,7 @@ class Cluster(Peers):
     def _leave(self) -> None:
         """Exit handler: end the workers, and if a process was lost exit this process at once with status 1.
 
-        It runs before jax's own handler, which would wait for devices that wait for the lost process.
+        It must run before jax's own, which waits for devices that wait for the lost process.
         """
         self.shutdown()
         if self._failure is not None and os.getpid() == self._pid:

@@ -160,8 +160,8 @@ class _Reading:
     ):
         """Start the thread.
 
-        path: of a folder; None for tensors that are sent. options: fields of ReadOptions. answer: sends the answer to
-        an order. report: sends the outcome of reading a folder; None for tensors.
+        path: folder of the weights; None for tensors that are sent. options: fields of ReadOptions. answer: sends the
+        answer to an order. report: sends the outcome of reading a folder; None for tensors.
         """
         self._runner, self._path, self._options, self._answer, self._report = runner, path, options, answer, report
         self.pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()

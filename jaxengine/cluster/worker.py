@@ -87,7 +87,7 @@ class Host0(Peers):
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
         """Send host 0 a message: operation `op` with its arrays and fields.
 
-        An OSError of a lost connection is ignored, because the receiving thread detects it.
+        An OSError of a lost connection is ignored.
         """
         with contextlib.suppress(OSError):
             self._channel.send(op, arrays, **fields)
@@ -121,8 +121,8 @@ class Host0(Peers):
     def leave(self, reason: str | None = None) -> NoReturn:
         """Exit the process at once, even if a thread is waiting for other processes.
 
-        reason: of a failure, which is logged, with status 1. None sends "bye" to host 0 and exits with status 0; raises
-        OSError if that cannot be sent.
+        reason: reason of a failure, which is logged; the status is then 1. None sends "bye" to host 0 and exits with
+        status 0; raises OSError if that cannot be sent.
         """
         if reason is None:
             self._channel.send("bye")
@@ -137,8 +137,8 @@ class Host0(Peers):
         """Open a port of this machine that is relayed to jax's coordination service in host 0's process; return the
         port.
 
-        A thread accepts connections until this process ends. jax's client would exit this process without a reason if
-        its connection ended, so this end of it stays open.
+        A thread accepts connections until this process ends. This end of a connection stays open, as jax's client would
+        exit the process if it ended.
         """
         listener = free_listener()
 

@@ -1,7 +1,4 @@
-"""`jaxengine chat`: an interactive conversation that prints answers as they are generated.
-
-The entire conversation is sent each time; the prefix cache makes that cheap.
-"""
+"""`jaxengine chat`: an interactive conversation that prints answers as they are generated."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands. The result of parsing has the command's function as `run`.
 
     words: words of the command line that will be parsed; None for the arguments of all commands. Only commands whose
-    names are among them get their arguments, because adding those of all commands takes ten times as long.
+    names are among them get their arguments.
     """
     parser = _Parser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
@@ -266,11 +266,10 @@ def _generate(args: argparse.Namespace) -> int:
     """Run `jaxengine generate`: print outputs, and counts to standard error unless disable_log_stats is set; return 1
     if any output ended with an error, else 0.
 
-    With --json an output is a JSON object on a line. With --chat each prompt is a user message; without, it is printed
-    before its text. A first prompt that
-    looks like a model becomes `args.model`. Raises RequestError for wrong sampling options, before the model is loaded,
-    without a prompt, and for a prompt that is refused; ConfigError, ModelConfigError or ModelFileError if the prompts
-    or the model cannot be loaded.
+    With --json each output is a JSON object on a line. With --chat each prompt is a user message; without, it is
+    printed before its text. A first prompt that looks like a model becomes `args.model`. Raises RequestError for wrong
+    sampling options, before the model is loaded, without a prompt, and for a prompt that is refused; ConfigError,
+    ModelConfigError or ModelFileError if the prompts or the model cannot be loaded.
     """
     if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
         setattr(args, MODEL, args.prompts.pop(0))

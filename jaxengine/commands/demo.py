@@ -1,6 +1,6 @@
 """`jaxengine demo`: answers some prompts in one continuous batch and prints the figures.
 
-It uses only the public API: LLM, SamplingParams and get_metrics. Loading and warm-up report their own progress.
+It uses only the public API: LLM, SamplingParams and get_metrics.
 """
 
 from __future__ import annotations

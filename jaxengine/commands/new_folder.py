@@ -49,7 +49,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove(part: Path) -> None:
-    """Remove a folder, repeatedly, because threads of a failed library may still write to it.
+    """Remove a folder, repeatedly, as threads may still write to it.
 
     Returns once the folder has been absent for four checks in a row, which takes at least a fifth of a second. Gives up
     silently after about five seconds.
@@ -68,8 +68,8 @@ def _signals_raise() -> Iterator[None]:
     """Context in which SIGINT raises KeyboardInterrupt, and SIGTERM and SIGHUP raise SystemExit, as soon as a library
     call returns.
 
-    Otherwise the process might end (jaxengine.commands.process) and leave the folder. Ignored signals stay ignored. The
-    earlier handlers are restored at the end. Outside the main thread nothing is changed.
+    Ignored signals stay ignored. The earlier handlers are restored at the end. Outside the main thread nothing is
+    changed.
     """
     ours = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _ENDS if ours}

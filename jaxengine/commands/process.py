@@ -42,8 +42,7 @@ def run_command() -> int:
     """Run the command of sys.argv and return its status. Raises KeyboardInterrupt for Ctrl-C during the imports, which
     take a second or more.
 
-    Garbage is not collected during these imports, where it would free nothing, and what they have made is left out of
-    later collections.
+    Garbage is not collected during these imports, and what they have made is left out of later collections.
     """
     gc.disable()
     try:

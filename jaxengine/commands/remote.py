@@ -68,8 +68,7 @@ def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any])
     server.
 
     args: parsed arguments with `url`. options: the sampling options that were given. With a server (args.url)
-    thinking_token_budget is accepted without thinking_words, because the server has the words that delimit its model's
-    reasoning.
+    thinking_token_budget is accepted without thinking_words.
     """
     of_server = args.url is not None and options.get("thinking_token_budget") is not None
     words: dict[str, Any] = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
@@ -114,7 +113,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """URL handler that follows no redirection, because a redirected request would send the API key to another host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        """Return None, so that urllib, which calls this for a redirection, raises HTTPError."""
+        """Return None, so that urllib raises HTTPError."""
         return None
 
 

@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
     """Return the table to update, by chip; if the file at `path` does not exist, a copy of the kernels' table.
 
-    Writes the file in either case, so that an unwritable file is an error now and not after hours. Raises ConfigError
-    if the file is not a table or cannot be written.
+    Writes the file in either case. Raises ConfigError if the file is not a table or cannot be written.
     """
     from jaxengine.models.quantization.base.tuning import TABLE
 
@@ -98,9 +97,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text` atomically, by renaming a temporary file next to it, since kernels import
-    it. Raises OSError.
-    """
+    """Replace the file at `path` by `text` atomically, by renaming a temporary file next to it. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text)
@@ -145,8 +142,8 @@ def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tu
     """Return a chip's table entries, sorted by codes and then by the other fields, with new entries replacing those of
     the same problem.
 
-    before: entries of the table, each the five fields of a problem and its tile sizes. found: results of
-    jaxengine.check.tuning.tune. A result for which nothing compiled changes nothing.
+    before: entries of the table, each the first five fields of a problem (`_problems`) and its tile sizes. found:
+    results of jaxengine.check.tuning.tune. A result for which nothing compiled changes nothing.
     """
     entries = {tuple(entry[:5]): entry[5] for entry in before}
     entries |= {tuple(row["problem"][:5]): row["sizes"] for row in found if row["best"] is not None}

@@ -367,8 +367,8 @@ class EngineConfig(
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
-        """Return the mesh of one pipeline stage: tensor_parallel_size * data_parallel_size devices. Its axes depend on
-        the model's number of KV heads.
+        """Return the mesh of one pipeline stage, of tensor_parallel_size * data_parallel_size devices. How the tensor
+        size is split over its axes depends on the model's number of KV heads.
         """
         return MeshLayout.for_heads(
             model.num_kv_heads,
@@ -383,7 +383,7 @@ class EngineConfig(
         """Return a field's value in the form in which it is stored: None becomes the default; names, sizes and
         structured options are converted.
 
-        Most values of a wrong type are returned unchanged, for `check_options` to refuse. Logs a warning for float16,
+        Most values of a wrong type are returned unchanged; `check_options` refuses them. Logs a warning for float16,
         which becomes bfloat16. Raises ConfigError for a value that an option's own reader refuses, or a text that is
         not a size.
         """
@@ -409,8 +409,8 @@ class EngineConfig(
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """EngineConfig with all defaults filled in. Its limits are those of one replica. Fields of EngineConfig that are
-    declared again here are never None.
+    """EngineConfig with all defaults filled in. Its limits are those of one replica. Fields that it declares again are
+    never None.
 
     Attributes:
       default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform; otherwise None.

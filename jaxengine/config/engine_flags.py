@@ -97,7 +97,7 @@ def add_model(
 
 
 def looks_like_model(word: str) -> bool:
-    """Return whether a positional argument that may also be a prompt names a model: it ends in .gguf, has the form
+    """Return whether a positional argument, which might also be a prompt, names a model: it ends in .gguf, has the form
     org/name, or is a folder with a config.json.
     """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
@@ -133,8 +133,8 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
 
 
 def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """Return the flag that is most similar to `word`, among the flags that have an effect in the command with which
-    `words` begin; None if none is similar.
+    """Return the "--" flag most similar to `word`, without its "=" and value, of the command with which `words` begin;
+    None if none is similar. Options of vLLM without an effect are not suggested.
     """
     without = {destination(EngineConfig, name) for name in vllm_options.WITHOUT_EFFECT}
     actions = command_of(parser, words)[0]._option_string_actions

@@ -2,7 +2,7 @@
 Decoding").
 
 The longest match within the allowed sizes is used, and the latest of several. A continuation shorter than the number of
-drafts is repeated, as repetitive text tends to go on repeating.
+drafts is repeated.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work: unfinished requests or steps in flight; in a pause, steps and expired requests."""
+        """Whether `step` has work: unfinished requests or steps in flight; if paused, steps or expired requests."""
         if self.scheduler.paused and not self._in_flight:
             return self.scheduler.next_deadline < self._now()
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
@@ -154,7 +154,7 @@ class Engine:
         return dispatched
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch an epilogue, if any; else collect steps until the sampler's inputs are known, and dispatch that."""
+        """Dispatch an extension's epilogue, if any; else collect steps until the sampler can run, and dispatch that."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks

@@ -1,8 +1,7 @@
 """Protocol between the engine loop and optional capabilities.
 
 A capability is a subclass of LoopExtension, in a file of `extensions` that has its name. The loop calls the hooks of
-its extensions in the order in which they were added, and does not refer to any of them by name. `extensions.build`
-decides which extensions an engine has.
+its extensions in the order in which they were added. `extensions.build` decides which extensions an engine has.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class LoopExtension:
 
     def before_sample(self, step: ScheduledStep) -> bool:
         """Return whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again.
-        It may wait, but not for long, since other requests have rows in the step.
+        It may wait, but not for long.
         """
         return True
 
@@ -187,8 +186,8 @@ def reset_caches(scheduler: Scheduler, *, prefixes: bool = True) -> None:
 
 
 def preempt_stale(loop: Loop, kv: KVMode, which: Callable[[Request], bool] | None = None) -> None:
-    """Preempt the running requests whose keys and values earlier weights have made, with no step in flight: none with
-    kv="keep", unless the model pools, because the one result of a request would then be of several weights.
+    """Preempt running requests, whose keys and values earlier weights have computed. Must be called with no step in
+    flight. Does nothing for kv="keep", unless the model pools.
 
     which: selects the requests; None for all.
     """

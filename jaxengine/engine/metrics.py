@@ -1,6 +1,6 @@
 """Metrics of an engine under vLLM's names: for `LLM.get_metrics()`, for a server's /metrics, and for the log line.
 
-This module has the metrics' names and help texts, and computes rates. `stats.py` does the counting.
+It has the metrics' names and help texts, and computes rates. `stats.py` does the counting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Client of the process that computes token masks. The engine only waits for the process in `wait` and `wait_for`.
 
 A process that takes too long or dies is replaced. The sequence on which it worked fails; the grammars of all others are
-compiled again and advanced by their recorded tokens. This module handles tokens and masks, never requests.
+compiled again and advanced by their recorded tokens.
 """
 
 from __future__ import annotations

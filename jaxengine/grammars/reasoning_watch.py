@@ -1,7 +1,7 @@
 """Detection of the token at which an output's reasoning ends and its grammar begins.
 
-The markers around reasoning are searched in the bytes for which tokens stand. So it does not matter how a marker is
-split into tokens, and a marker that is a single added token is found like any other.
+The markers around reasoning are searched in the bytes for which tokens stand, so it does not matter how a marker is
+split into tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class ReasoningWatch:
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
-        """Start before the first token. vocabulary: the tokenizer."""
+        """Start before the first token, with the grammar's markers of reasoning and its budget. vocabulary: the
+        tokenizer.
+        """
         self._vocabulary = vocabulary
         self._begin = grammar.reasoning_begin
         self._num_begun = 0

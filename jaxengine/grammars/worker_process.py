@@ -2,7 +2,7 @@
 
 It is started by `grammar_worker` and by `trials`, and ends with its parent, whatever it is computing. One thread reads
 messages, one compiles grammars one at a time and computes their first masks, and the main thread computes all other
-masks. So a slow compilation does not delay running requests. llguidance releases Python's global lock while it works.
+masks.
 """
 
 from __future__ import annotations

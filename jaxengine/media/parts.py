@@ -299,7 +299,7 @@ def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
 
 
 def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
-    """Raise RequestError for an invalid `detail` in `holder`. Valid ones are ignored, as no model here uses them.
+    """Raise RequestError for an invalid `detail` in `holder`. Valid ones are ignored.
 
     where: path of `holder` in the request, param: the request's field, both for the error.
     """

@@ -1,7 +1,4 @@
-"""Table of the parsers of tool calls, by vLLM's names, and look-up of all parsers.
-
-A new parser is a file and a row, or only a row if just the words differ.
-"""
+"""Table of the parsers of tool calls, by vLLM's names, and look-up of all parsers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Chip:
     Attributes:
       name: as --chips takes it, such as "v6e".
       platform: as jax names it: "cpu", "tpu" or "cuda".
-      compute_capability: of a CUDA card, such as "9.0"; "" for others.
+      compute_capability: that of a CUDA card, such as "9.0"; "" for other devices.
       memory: bytes of one device; 0 for a CPU, whose memory is that of this machine.
       bandwidth, flops: bytes and dense bfloat16 operations a second; 0 where they are not known.
       target: the name by which `jaxengine check` compiles for it; "" without one.

@@ -20,9 +20,9 @@ class Speed:
     """Upper bounds of a plan's speed.
 
     Attributes:
-      sequences: number that decode at once, over all replicas.
-      decode, prefill: tokens a second of all devices.
-      step_bytes, step_flops: of one decode step, each on the stage's device where it is largest.
+      sequences: number of sequences that decode at once, over all replicas.
+      decode, prefill: decoded tokens and prompt tokens a second, of all devices together.
+      step_bytes, step_flops: bytes and operations of one decode step on a device of the stage that has most of each.
       token_seconds: least time from one token of a sequence to the next.
     """
 
@@ -61,8 +61,8 @@ def speed_of(plan: SplitPlan, length: int) -> Speed | None:
 
 
 def cost_of(tokens_per_second: float, price_per_hour: float, count: int) -> float:
-    """Return the price of a million tokens. price_per_hour: of one device; count: number of devices, which yield
-    tokens_per_second together.
+    """Return the price of a million tokens. price_per_hour: price of one device for an hour. count: number of devices,
+    which compute tokens_per_second together.
     """
     return price_per_hour * count / (tokens_per_second * _HOUR) * _MILLION
 

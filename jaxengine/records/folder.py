@@ -1,8 +1,7 @@
 """The folder to which an engine records steps: `engine.json`, which describes the engine, and a file for each of the
 last steps.
 
-The oldest files are deleted to make room. Each file is written completely or not at all, because the process may be
-killed at any time.
+The oldest files are deleted to make room. Each file is written completely or not at all.
 """
 
 from __future__ import annotations

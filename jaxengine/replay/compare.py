@@ -103,11 +103,11 @@ def compared(
 def _sampled(
     arrays: Mapping[str, np.ndarray], both: Mapping[str, Any], features: int, is_sampled: np.ndarray, tolerance: float
 ) -> Iterator[Difference]:
-    """Yield Differences of the sampler's results for rows that sample, in the order of `both`: of token ids, and if a
-    request asks for logprobs also of scores.
+    """Yield a Difference for each of the sampler's results, in the order of `both`: of the token ids of rows that
+    sample and, if a request asks for logprobs, of their scores.
 
-    both: (recorded, found) of each result by name. is_sampled: bool[rows]. arrays: the record's. features: feature bits
-    of the step. tolerance: share of an array's largest magnitude.
+    both: (recorded, found) by name; only names that begin with "sampled/" are used. is_sampled: bool[rows]. arrays: the
+    record's arrays. features: feature bits of the step. tolerance: share of an array's largest magnitude.
     """
     rows = arrays["rows/rank"][is_sampled], arrays["rows/row"][is_sampled]
     for name, pair in both.items():

@@ -1,8 +1,7 @@
 """Log-probabilities of given completions: `LLM.get_logprobs` as requests to the engine, and its result.
 
 A request reads a prompt and its completion except for the last token, whose log-probability is then one of the token
-that the request samples. So a completion may be as long as a generated one, and needs no token beyond its own. Or the
-request reads the prompt alone and decodes the completion (trace_decode_token_ids).
+that the request samples. Or the request reads the prompt alone and decodes the completion (trace_decode_token_ids).
 """
 
 from __future__ import annotations

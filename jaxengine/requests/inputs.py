@@ -1,7 +1,7 @@
 """Preparation of requests: prompts and parameters become checked requests of token ids, with limits and defaults.
 
-Everything is checked before anything changes, so that an invalid request does not affect others. No engine is needed:
-an API process can prepare requests for the engine's process.
+Everything is checked before anything changes. No engine is needed: an API process can prepare requests for the engine's
+process.
 """
 
 from __future__ import annotations
@@ -397,8 +397,7 @@ class InputProcessor:
         """Return the token ids of each of params.bad_words: as tokenised at the start of a text, and as tokenised after
         a space unless that ends with the former. [] without bad words.
 
-        vLLM drops the second form if it has a different number of tokens, which allows the word after a space. Raises
-        RequestError for a blank word, and for too many tokens.
+        Raises RequestError for a blank word, and for too many tokens.
         """
         if not params.bad_words:
             return []

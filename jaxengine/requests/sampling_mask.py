@@ -13,8 +13,7 @@ def decide_sampling_mask(params: SamplingParams, has_option: bool) -> None:
     """Set return_sampling_mask of `params`, in place, to whether the request gets sampling masks.
 
     has_option: whether the engine was started with return_sampling_mask; it decides where the request says None. Raises
-    RequestError for True without the option, and for masks, as in vLLM, at temperature 0, where nothing is drawn, and
-    without a top_k, which bounds their size.
+    RequestError for True without the option, and for masks, as in vLLM, at temperature 0 and without a top_k.
     """
     if params.return_sampling_mask and not has_option:
         problem = "return_sampling_mask: the engine was started without return_sampling_mask"

@@ -44,8 +44,8 @@ class Certificate:
         `get_logprobs`, and computed by the trainer's forward pass.
       rollout_recomputed, rollout_trainer: agreement of the individual numbers.
       num_tokens: tokens that were generated and compared.
-      rl_exact, dtype, weight_version: of the engine.
-      versions: of jaxengine, jax, jaxlib, the platform and the kind of device.
+      rl_exact, dtype, weight_version: those of the engine.
+      versions: versions of jaxengine, jax and jaxlib, the platform, and the kind of device, by name.
     """
 
     rollout: float

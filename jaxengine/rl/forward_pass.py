@@ -37,7 +37,7 @@ def forward(
     automatic axes.
 
     Args:
-      model: of the family, with its shape; its own weights are not read.
+      model: module of the family; its own weights are not read.
       params: weights, an `nnx.State` as `nnx.state(model)` gives.
       segment_ids: int32[B, T], for several sequences in a row. Neighbours with equal ids are a segment, and a token
         sees only its own segment up to itself. Negative ids are padding. None: each row is one segment.

@@ -54,12 +54,11 @@ def named_tensors(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class JaxengineInferenceContext(_base.BaseInferenceContext):
     """marin's interface of an inference engine, over an `LLM`, which `shutdown` ends.
 
-    Log-probabilities are the engine's: start it with logprobs_mode="processed_logprobs" for a temperature other than 1,
-    as marin's losses divide logits by it.
+    Log-probabilities are the engine's: start it with logprobs_mode="processed_logprobs" for a temperature other than 1.
 
     Attributes:
-      tokenizer: the model's, as a transformers object.
-      model_name: of the model, in completions.
+      tokenizer: the model's tokenizer, as a transformers object.
+      model_name: name of the model in completions.
       mesh, axis_mapping: none, so that marin's weight transfer delivers tensors on the host.
     """
 

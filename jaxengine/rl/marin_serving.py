@@ -29,7 +29,7 @@ class ServedModel:
     """A running server of one model.
 
     Attributes:
-      base_url: without /v1.
+      base_url: URL of the server, without /v1.
       model_id: name of the model in requests.
       process: the server.
     """
@@ -49,7 +49,7 @@ class JaxengineBackend:
     """marin's ServingBackend over `jaxengine serve`.
 
     Attributes:
-      name: of the backend, for marin.
+      name: name of the backend, for marin.
       startup_timeout_seconds: time after which a server that is not ready is ended.
       extra_args: further words of the command line.
     """

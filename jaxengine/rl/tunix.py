@@ -175,8 +175,7 @@ class JaxengineRollout(_tunix.BaseRollout):
 
         Blocks until they are computed. prompt_tokens: [B, P], padded on the left; completions are padded on the right.
         If pad_id also ends answers, their last token counts as padding. Raises ValueError if the temperature of the
-        last rollout is neither 0 nor 1, as these log-probabilities have temperature 1, and the errors of
-        `LLM.get_logprobs`.
+        last rollout is neither 0 nor 1, and the errors of `LLM.get_logprobs`.
         """
         if self._temperature not in (None, 0.0, 1.0):
             text = "log-probabilities of completions are of temperature 1: set it to 1, or num_iterations to 1"
@@ -194,9 +193,9 @@ class JaxengineRollout(_tunix.BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Replace the engine's weights by the trained ones, all of them or, with WeightUpdateError, none.
 
-        params: an nnx.State of the kind of model that `__init__` was given. The arrays of a TunixModel are copied, as a
-        trainer may donate them later. Raises ValueError for LoRA parameters (`filter_types` has their type), and for a
-        TunixModel if `params` has other weights than the trained ones.
+        params: an nnx.State of the kind of model that `__init__` was given. The arrays of a TunixModel are copied.
+        Raises ValueError for LoRA parameters (`filter_types` has their type), and for a TunixModel if `params` has
+        other weights than the trained ones.
         """
         if any(isinstance(kind, type) and issubclass(kind, nnx.LoRAParam) for kind in filter_types or ()):
             raise ValueError("LoRA parameters are not taken: merge them into the weights, or train all weights")
@@ -224,7 +223,7 @@ class JaxengineRollout(_tunix.BaseRollout):
         return end
 
     def model(self) -> None:
-        """Return None: the engine's weights are its own, so that Tunix updates them after a step.
+        """Return None: the engine's weights are its own, so Tunix updates them.
 
         ClusterConfig.offload_to_cpu, which moves this model, must be False; `LLM.sleep` frees an engine's devices.
         """

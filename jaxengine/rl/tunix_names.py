@@ -85,8 +85,8 @@ def _is_known(name: str) -> bool:
 def _tensors(arrays: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (Hugging Face name, array) for `arrays` by Tunix's names, all of which must be known.
 
-    Arrays of all experts, and of joined projections, are split along their first axis; each array is copied to the host
-    when it is reached.
+    Arrays of all experts, and of joined projections, are split along their first axis, and all are turned into Hugging
+    Face's layout; each is copied to the host when it is reached.
     """
     for name, array in arrays.items():
         host, match = on_host(array), _OF_LAYER.fullmatch(name)

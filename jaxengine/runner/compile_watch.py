@@ -40,7 +40,7 @@ class CompileWatch:
 
 
 def _listen() -> None:
-    """Register the listener of jax's compilation events once. jax cannot remove it, so one serves all engines."""
+    """Register the listener of jax's compilation events once."""
     global _registered
     with _listening:
         if not _registered:

@@ -1,7 +1,7 @@
 """Device side of the engine: ModelRunner, which executes steps on all pipeline stages of a model.
 
-Serving calls only executables that were made at start-up. An executable refuses any other shape, so nothing can compile
-while serving. Slots are numbered over all replicas: replica * max_num_seqs + the replica's own slot number. This module
+Serving calls only executables that were made at start-up. An executable refuses any other shape: nothing compiles while
+serving. Slots are numbered over all replicas: replica * max_num_seqs + the replica's own slot number. This module
 handles rows and messages; all that it gets of a request are the sampling parameters of its slot.
 """
 
@@ -177,7 +177,7 @@ class ModelRunner:
 
     def sample(self, pending: PendingStep) -> None:
         """Dispatch the epilogue that ends a step, its sampler or what replaces it, here and in the engine's other
-        processes. The step then has `sampled` and no longer `forwarded`, so no other epilogue can run on it.
+        processes. The step then has `sampled` and no longer `forwarded`.
 
         It must be called before the next forward pass is dispatched, which reads the sampled tokens.
         """
@@ -336,7 +336,7 @@ class ModelRunner:
         number of pages is unchanged.
 
         before: bytes of a device in use before any program was compiled. They are only used on CPUs, where the growth
-        of the process shows the memory of programs. Freshly compiled programs hold about half as much as loaded ones.
+        of the process shows the memory of programs.
         """
         plans = []
         in_use = self.memory_in_use()  # before programs are asked for their sizes, which takes memory

@@ -1,7 +1,6 @@
 """Sums over the vocabulary whose rounding is the same whatever the number of rows, of devices and of padding columns.
 
-XLA picks the order of a reduction's additions by the shape of the whole array, so a row's jnp.sum changes in its last
-bit with the batch it runs in, and with it, now and then, a sampled token. Here every addition is an elementwise one,
+A row's jnp.sum changes in its last bit with the shape of the whole array. Here every addition is an elementwise one,
 and only the columns of two operands decide where they are added: zeros after the row's end change nothing. Devices that
 share the rows, [S, V / n] on each, exchange the sums of blocks; each block is whole on one device.
 """

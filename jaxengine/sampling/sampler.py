@@ -1,9 +1,8 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the program `sample`.
 
 The order of operations is vLLM's: raw logprobs, suppressed tokens, mask, additive bias, penalties, temperature,
-truncation (jaxengine.sampling.token_choice), draw. Parts that no row needs are skipped by `lax.cond`, so one executable
-serves every mix. Depends on no request or text, nor on how the parameters came to the device
-(jaxengine.sampling.state).
+truncation (jaxengine.sampling.token_choice), draw. Parts that no row needs are skipped by `lax.cond`. Depends on no
+request or text, nor on how the parameters came to the device (jaxengine.sampling.state).
 
 The vocabulary may be split over n devices: each has V / n columns of the logits and finds the same tokens, bit for bit
 those of one device. Padding columns come last and hold -inf.

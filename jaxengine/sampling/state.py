@@ -48,7 +48,7 @@ class SamplingState(NamedTuple):
 
 def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
     """Return the state of R = max_num_seqs slots, all greedy and with neutral parameters. A slot takes about 4 * V + V
-    / 8 + 4 * G bytes.
+    / 8 + 4 * MAX_LOGPROB_TOKEN_IDS bytes.
 
     vocab_size: V, or the columns of one device if several share the vocabulary. num_position_rows: number of token
     masks after those of the slots, for rows of a step that have a mask for each position.
@@ -94,9 +94,6 @@ def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> Sa
 def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """Return the array [R] with values [M] written at slots i32[M], which are distinct where they are < R. Slots >= R
     are ignored.
-
-    It compares and selects, because XLA:TPU sends a scatter into so small an array to the SparseCore, or processes it
-    row by row.
     """
     written = slots[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = jnp.sum(jnp.where(written, values[:, None], jnp.zeros((), array.dtype)), axis=0, dtype=array.dtype)

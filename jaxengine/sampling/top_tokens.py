@@ -1,9 +1,7 @@
 """The best tokens of each row of logits f32[S, V] without sorting the vocabulary and without gathering it.
 
-Two levels: the maximum of every block of the vocabulary, then the few blocks that can hold one of the best tokens. Only
-short rows are ever sorted: where `lax.top_k` is a sort (XLA:GPU), that of a vocabulary takes longer than a decode step.
-A token outside the n blocks of the greatest maxima has a better one in each of them, so it is not among the n best.
-TPUs have an operation for `lax.top_k`, and no fast way to take single blocks out of rows.
+Two levels: the maximum of every block of the vocabulary, then the few blocks that can hold one of the best tokens. So
+only short rows are sorted where `lax.top_k` is a sort (XLA:GPU). TPUs use `lax.top_k` itself.
 
 If the vocabulary is split over n devices, each has f32[S, V / n], finds its own best tokens, and sends only those. All
 get the same results; ids are those of the whole vocabulary.
@@ -41,9 +39,7 @@ def first_id(columns: jax.Array) -> Any:
 
 
 def first_true(mask: jax.Array) -> jax.Array:
-    """Return the index of the first True in each row, bool[S, C] -> i32[S]; C if there is none. XLA CPU's argmax is 4x
-    slower.
-    """
+    """Return the index of the first True in each row, bool[S, C] -> i32[S]; C if there is none."""
     size = mask.shape[1]
     return jnp.min(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size), axis=1)
 
@@ -156,9 +152,7 @@ def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_k(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Return `lax.top_k`'s values f32[S, num_top] and columns i32[S, num_top] as a tuple, because
-    `lax.platform_dependent` requires the same type of all branches.
-    """
+    """Return `lax.top_k`'s values f32[S, num_top] and columns i32[S, num_top] as a tuple."""
     values, ids = lax.top_k(logits, num_top)
     return values, ids
 

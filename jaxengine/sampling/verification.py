@@ -2,12 +2,10 @@
 at its position.
 
 A draw is a function of the tokens before it: the best of logits / temperature plus noise that depends only on the
-request's seed, the position and the token's id (jaxengine.sampling.token_choice). So the token that the sampler draws
-at a draft's position after the drafts before it is the one it would draw without drafts, if all of these are accepted.
-Drafts are accepted as long as each equals the drawn token, and the first one that does not is replaced by it. By
-induction the tokens are those of a run without drafts, at every temperature and with all parameters. No draft is lost
-by this: it is accepted with its own probability, as in rejection sampling (Leviathan et al. 2023), and more often if it
-was drawn with the same noise (Daliri, Musco and Suresh 2024).
+request's seed, the position and the token's id (jaxengine.sampling.token_choice). The first draft that does not equal
+the drawn token is replaced by it. So the tokens are those of a run without drafts, at every temperature and with all
+parameters. A draft is accepted with its own probability, as in rejection sampling, and more often if it was drawn with
+the same noise (Daliri, Musco and Suresh 2024).
 """
 
 from __future__ import annotations

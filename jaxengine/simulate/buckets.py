@@ -1,9 +1,8 @@
 """`--optimise buckets`: the fewest step shapes that lose little of a device's time on a trace.
 
-A trace determines how many tokens and rows its steps have, whatever shapes they are rounded up to. The loss of a set of
-shapes is the seconds that these steps take in it, minus the seconds they would take in shapes of exactly their sizes.
-Sizes are chosen by dynamic programming over the sizes that occur: the best k of them, for each k. Decode and mixed
-sizes are chosen separately, and then the best pair of the two.
+The loss of a set of shapes is the seconds that a trace's steps take in it, minus the seconds that they would take in
+shapes of exactly their sizes. Sizes are chosen by dynamic programming over the sizes that occur: the best k of them,
+for each k. Decode and mixed sizes are chosen separately, and then the best pair of the two.
 """
 
 from __future__ import annotations
@@ -83,14 +82,14 @@ def choose(
     no choice with up to MOST_CHOSEN sizes of each kind satisfies that, return the shapes that lose least.
 
     costs: seconds of steps; None counts one second for each token, so that the loss is padding. max_num_seqs,
-    max_num_batched_tokens: the largest sizes, which are always compiled and therefore left out of the result.
+    max_num_batched_tokens: the largest sizes, which the result leaves out.
     """
     needs, nothing, one_token = needs_of(steps), np.empty(0), np.ones(1, int)
     longest = np.array([step.longest for step in steps if step.bucket.decode_only] or [1]).mean(keepdims=True)
 
     def decode_seconds(size: int) -> float:
         """Return the cost of a decode step in a bucket of `size` rows, computed with the mean longest row of the
-        trace's decode steps, since attention may pad all rows to the longest.
+        trace's decode steps.
         """
         return size if costs is None else max(costs.seconds(Bucket(size, size), one_token, longest))
 

@@ -115,8 +115,7 @@ def measured_round(llm: LLM, number: int = 0) -> list[MeasuredStep]:
     """Run each load of a running engine that has no requests once, and return its steps with their measured times.
 
     number: of the round; in each, a load comes after another of the _PAUSES. The loads are simulated after all have
-    run, so that nothing but the pause lies between two. Raises ConfigError with pipeline stages, RuntimeError if the
-    simulator runs other steps than the engine.
+    run. Raises ConfigError with pipeline stages, RuntimeError if the simulator runs other steps than the engine.
     """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:
@@ -255,7 +254,9 @@ def tiles_of(runner: ModelRunner) -> Tiles:
 
 
 def text(costs: MeasuredCosts) -> str:
-    """Return the costs as readable text of several lines."""
+    """Return the costs as readable text: the model, each bucket's milliseconds, costs of keys and pairs, of cold caches
+    and of pauses, and the host's microseconds.
+    """
     host = costs.host
     lines = [f"{costs.model or 'the embedded model'}: {costs.about}"]
     for name, table in (("decode S", costs.decode), ("mixed T", costs.mixed)):
@@ -344,9 +345,9 @@ def _paused(idle: float) -> np.ndarray:
 
 
 def _fit(measured: Sequence[MeasuredStep]) -> Fit:
-    """Return the costs that minimise the mean relative error on the steps, over the candidates _COLD. The errors are
-    absolute, not squared. No larger bucket costs less than a smaller one, no longer pause less than a shorter one, and
-    no coefficient is negative. measured: at least one step.
+    """Return costs with about the least mean relative error on the steps; of those for each candidate in _COLD, the
+    ones with the least. The errors are absolute, not squared. No larger bucket costs less than a smaller one, no longer
+    pause less than a shorter one, and no coefficient is negative. measured: at least one step.
     """
     names = sorted({(each.step.bucket.decode_only, each.step.bucket.num_tokens) for each in measured})
     place = {name: index for index, name in enumerate(names)}

@@ -69,7 +69,7 @@ class SimulatedStep:
         return self.tokens
 
     def result(self, name: str) -> np.ndarray | None:
-        """Return None, since simulated steps have no drafts and hence no counts of accepted ones."""
+        """Return None: there are no drafts."""
         return None
 
 
@@ -207,16 +207,16 @@ class SimulatedRunner:
             self._outputs[slot] = text
 
     def sample(self, pending: SimulatedStep) -> None:
-        """Do nothing, because `execute` has already sampled the tokens."""
+        """Do nothing: `execute` samples."""
 
     def set_params(self, rows: Any) -> None:
-        """Do nothing, because sampling parameters change no token of a trace."""
+        """Do nothing."""
 
     def set_biases(self, biases: Any) -> None:
-        """Do nothing, because logit biases change no token of a trace."""
+        """Do nothing."""
 
     def set_logprob_ids(self, rows: Any) -> None:
-        """Do nothing, because simulated steps return no logprobs."""
+        """Do nothing."""
 
     def set_token_counts(self, sequences: Any) -> None:
-        """Do nothing, because penalties change no token of a trace."""
+        """Do nothing."""

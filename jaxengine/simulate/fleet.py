@@ -1,7 +1,7 @@
 """Runs a trace on a fleet: replicas of the engine's loop, each with its own device and clock, behind a router.
 
 A queue of events in order of time has arrivals, the next step of each replica with requests, publications of replicas'
-caches, deaths and drains. A replica without requests costs no computation.
+caches, deaths and drains.
 """
 
 from __future__ import annotations
@@ -391,7 +391,9 @@ class _Fleet:
             self._route(now, request)
 
     def _count(self, replica: _Replica, now: float) -> None:
-        """Add a replica's device time, steps, tokens, preemptions and prefix-cache counts to the outcome."""
+        """Add a replica's device time, steps, tokens, preemptions, prefix-cache counts and, with `_measure`, its
+        requests until `now` to the outcome.
+        """
         self._measure(replica, now)
         outcome, engine = self.outcome, replica.simulated.engine
         outcome.busy[replica.index] += replica.simulated.runner.busy

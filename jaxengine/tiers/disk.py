@@ -41,7 +41,7 @@ class DiskTier:
     """Blocks u8[n] by key, in a folder. A thread writes; `read` may be called from any thread.
 
     Attributes:
-      is_far: always False, because reading waits for no other machine. address: always None.
+      is_far: always False. address: always None.
       folder: the folder.
       num_bytes: total size of the files that this engine knows of.
       num_written: number of blocks written.
@@ -138,9 +138,7 @@ class DiskTier:
                 yield key, block
 
     def touch(self, key: bytes) -> bool:
-        """Set the time of a key's file to now. Returns whether there is such a file; if not, it is no longer known, so
-        that `write` writes it again.
-        """
+        """Set the time of a key's file to now. Returns whether there is such a file; if not, it is no longer known."""
         try:
             os.utime(path_of(self.folder, key))
         except OSError:

@@ -15,8 +15,8 @@ class HostTier:
 
     A new block replaces the least recently used ones that are not pinned. Under "arc" (Megiddo and Modha, "ARC: A
     Self-Tuning, Low Overhead Replacement Cache", FAST 2003) blocks used once and blocks used repeatedly have separate
-    lists, so that many new blocks do not replace those that are used often. The target size of the first list grows
-    when a key returns that was evicted from it, and shrinks when one returns that was evicted from the second.
+    lists. The target size of the first list grows when a key returns that was evicted from it, and shrinks when one
+    returns that was evicted from the second.
 
     Attributes:
       capacity: largest total size in bytes.

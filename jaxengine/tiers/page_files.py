@@ -209,8 +209,8 @@ def _page_files(folder: Path) -> tuple[list[os.DirEntry[str]], bool]:
 
 
 def _removed_rest(file: os.DirEntry[str]) -> bool:
-    """Remove an unfinished file that is older than REST_SECONDS, as an engine left it when it was killed. A younger one
-    may still be written. Returns whether it was old; ignores errors.
+    """Remove an unfinished file that is older than REST_SECONDS. A younger one may still be written. Returns whether it
+    was old; ignores errors.
     """
     with contextlib.suppress(OSError):
         if time.time() - file.stat(follow_symlinks=False).st_mtime > REST_SECONDS:

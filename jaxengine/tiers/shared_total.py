@@ -19,8 +19,8 @@ _LOCK_SECONDS, _POLL_SECONDS = 5.0, 0.001
 class SharedTotal:
     """Number of bytes that all engines of a folder have counted, in a file of 8 bytes, little-endian.
 
-    An engine holds the lock of this file from before it counts a file until the file is written, so that the total is
-    never less than what the folder has, even if an engine is killed.
+    An engine holds the lock of this file from before it counts a file until the file is written: the total is never too
+    low.
 
     Attributes:
       value: the number of bytes, valid while the lock is held; None if the file is new or damaged.

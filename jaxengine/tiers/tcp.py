@@ -205,7 +205,7 @@ class TcpTransport(Transport):
         self, keys: Sequence[bytes], frames: Sequence[zmq.Frame], source: Source, is_over: Callable[[], bool]
     ) -> dict[bytes, np.ndarray]:
         """Return the blocks in an answer of `source`, by key: read-only views u8[n] of its frames. Keys whose frame is
-        empty or missing are left out. is_over: not used, as nothing is waited for.
+        empty or missing are left out. is_over: not used.
         """
         found = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
         return {key: block for key, block in zip(keys, found, strict=False) if len(block)}

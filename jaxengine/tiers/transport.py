@@ -161,4 +161,4 @@ class _FolderReader(Reader):
         return found
 
     def close(self) -> None:
-        """Do nothing, since a reader of files holds no connection and no lease."""
+        """Do nothing."""

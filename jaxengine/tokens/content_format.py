@@ -1,8 +1,6 @@
 """Detects whether a chat template takes contents as texts or as lists of parts, and converts messages accordingly.
 
-Templates of multimodal models iterate over the parts of a content and write a placeholder for each image. Other
-templates expect a text that contains the placeholders. The template's loops reveal which of the two it is (vLLM's
-content formats "openai" and "string").
+The template's loops reveal which of the two it is (vLLM's content formats "openai" and "string").
 """
 
 from __future__ import annotations

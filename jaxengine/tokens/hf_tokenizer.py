@@ -168,9 +168,9 @@ def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[
     """Return the names of all pieces, by id, after the changes of tokenizer_config.json (`added_tokens_decoder`), and
     the list of the tokens that it describes.
 
-    Repositories rename spare pieces of a vocabulary. A name that another piece already has is not given again, and ids
-    from len(names) on are ignored. names: names of the vocabulary's pieces, by id; not changed. config: content of
-    tokenizer_config.json, whose path is `path`. Raises ModelFileError for an invalid entry.
+    A name that another piece already has is not given again, and ids from len(names) on are ignored. names: names of
+    the vocabulary's pieces, by id; not changed. config: content of tokenizer_config.json, whose path is `path`. Raises
+    ModelFileError for an invalid entry.
     """
     entries = config.get(ADDED_TOKENS, {})
     _check_ids(entries, path)

@@ -25,8 +25,7 @@ def template_end(tokenizer: Any) -> int | None:
 
     Returns None if the template writes no such token, if that token begins a turn, or if rendering fails. Also returns
     None, without rendering, if the tokenizer has several templates or none, or if its template contains a known end and
-    no unknown token. tokenizer: a jaxengine.tokens.tokenizer.Tokenizer; its type is not imported, because that module
-    imports this one.
+    no unknown token. tokenizer: a jaxengine.tokens.tokenizer.Tokenizer.
     """
     tokens = {token.content: at for at, token in tokenizer.backend.get_added_tokens_decoder().items()}
     if not _may_find_more(tokenizer, tokens):
@@ -43,8 +42,8 @@ def template_end(tokenizer: Any) -> int | None:
 
 def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
     """Return whether the tokenizer's template may write an ending token that is not in its eos_token_ids. False unless
-    there is exactly one template, and for a template with a known end and no unknown token. This avoids rendering,
-    which needs a process. tokens: ids of the added tokens by their text.
+    there is exactly one template, and for a template with a known end and no unknown token. tokens: ids of the added
+    tokens by their text.
     """
     source = tokenizer.chat_template
     if not isinstance(source, str):

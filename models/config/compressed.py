@@ -19,7 +19,7 @@ from jaxengine.models.config.fields import (
     ModelConfigError,
     check_size,
 )
-from jaxengine.models.config.state import MAX_KERNEL, StateArray
+from jaxengine.models.config.state import MAX_KERNEL, RecurrentState, StateArray
 
 _MOST_STREAMS, _MOST_ROUNDS = 16, 1024
 TOKEN_MAP = "token_map"  # tensor of a memory of n-grams: the smaller vocabulary's id of each token
@@ -53,7 +53,7 @@ class BlockIndex:
 
 
 @dataclass(frozen=True)
-class CompressedKeys:
+class CompressedKeys(RecurrentState):
     """Cache of a layer that attends to the latest tokens, and to one key for each block of `rate` tokens.
 
     The state of a sequence holds data of single tokens: the keys of its window, and the projections from which the
@@ -304,7 +304,7 @@ def _unsieved(first: int, divisors: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class RecentPlaces:
+class RecentPlaces(RecurrentState):
     """Positions in time, height and width of the last tokens, which a layer with M-RoPE and keys of blocks keeps until
     their block is complete.
 
@@ -325,7 +325,7 @@ class RecentPlaces:
 
 
 @dataclass(frozen=True)
-class LayerConvolutions:
+class LayerConvolutions(RecurrentState):
     """Short convolutions of a layer's keys, values, attention's output and MLP's output (Inkling), whose state is their
     windows.
 
@@ -359,7 +359,7 @@ class LayerConvolutions:
 
 
 @dataclass(frozen=True)
-class QueryKeyConvolutions:
+class QueryKeyConvolutions(RecurrentState):
     """Convolutions of a layer's queries and keys, one after the other, and values of the token before (ZAYA), whose
     state is their windows.
 

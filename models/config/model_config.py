@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxengine.models.config.altup import AltUp, BlockSkips, KimiK3Parts, LoopedLayers, SharedBlocks, WideResiduals
-from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.attention import LayerAttention, LayerState
 from jaxengine.models.config.compressed import HyperConnections, NgramMemory
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.encoder import EncoderConfig
@@ -228,6 +228,7 @@ class ModelConfig:
         parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
         return (
             *(f"model.layers.{number}." for number in layers),
+            "mtp.",
             *(f"model.layers.{number}.self_attn.{part}" for number in shared for part in parts),
         )
 
@@ -265,7 +266,12 @@ class ModelConfig:
     @property
     def keeps_states(self) -> bool:
         """Whether any layer keeps a recurrent state for each sequence."""
-        return any(layer.state is not None for layer in self.attention)
+        return bool(self.states)
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """Recurrent states of the layers that keep one, in order."""
+        return tuple(layer.state for layer in self.attention if layer.state is not None)
 
     @property
     def is_causal(self) -> bool:

@@ -15,7 +15,6 @@ from jaxengine.models.config.fields import (
     MAX_HIDDEN,
     MAX_INTEGER,
     MAX_INTERMEDIATE,
-    ConfigFields,
     ModelConfigError,
     check_size,
 )
@@ -27,7 +26,7 @@ _MOST_TABLES, _MOST_PARTS = 256, 1 << 14
 
 
 class StateArray(NamedTuple):
-    """Array of a layer's recurrent state for one sequence.
+    """Array of a layer's recurrent state for one sequence, or an input of the state for one token.
 
     Attributes:
       shape: global shape, over all devices that share it.
@@ -52,8 +51,19 @@ class StateArray(NamedTuple):
         )
 
 
+class RecurrentState:
+    """Base class of what a layer keeps for each sequence instead of keys and values, or in addition to them."""
+
+    @property
+    def token_inputs(self) -> tuple[StateArray, ...] | None:
+        """Inputs of the state for one token, which with the state before it give the state after it. None if
+        layers do not record them; a step then has no drafts.
+        """
+        return None
+
+
 @dataclass(frozen=True)
-class ShortConvolution:
+class ShortConvolution(RecurrentState):
     """Gated convolution of a layer (Liquid AI 2025, LFM2), whose state is its window.
 
     Attributes:
@@ -76,13 +86,18 @@ class ShortConvolution:
         return (StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),)
 
     @property
+    def token_inputs(self) -> tuple[StateArray, ...]:
+        """What the convolution sees."""
+        return (StateArray((self.channels,), None, ("heads",)),)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the convolution for one token."""
         return 2 * self.channels * self.conv_kernel
 
 
 @dataclass(frozen=True)
-class NGrams:
+class NGrams(RecurrentState):
     """Embeddings of n-grams of token ids, which a layer adds to all hidden states of a token (Qwen4-Exp).
 
     For each n from 2 to `longest` there are `num_heads` tables. A table's size is a prime: those of all layers together
@@ -151,7 +166,7 @@ class NGrams:
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDelta(RecurrentState):
     """Gated delta net of a layer (Yang et al. 2024, arXiv:2412.06464): its state is one matrix per head, and the window
     of a convolution.
 
@@ -169,8 +184,7 @@ class GatedDelta:
       activation: name of the function after the convolution.
       gate: name of the function of the output's gates; None for a sigmoid with `by_element`, otherwise a SiLU.
       ngrams: embeddings of n-grams that the layer adds before the delta net, with arrays of their own; None for none.
-      beta_scale: factor of the sigmoid that gives a token's step towards its value. With 2.0 steps may overshoot, which
-        changes the sign of the state's component along the key.
+      beta_scale: factor of the sigmoid that gives a token's step towards its value.
     """
 
     num_k_heads: int
@@ -229,13 +243,20 @@ class GatedDelta:
         )
 
     @property
+    def token_inputs(self) -> tuple[StateArray, ...] | None:
+        """What the convolution sees, and projections of beta and of decays; None with `ngrams`."""
+        decays = self.num_v_heads * (self.k_head_dim if self.by_element else 1)
+        sizes = 2 * self.key_size + self.value_size, self.num_v_heads, decays
+        return None if self.ngrams else tuple(StateArray((size,), None, ("heads",)) for size in sizes)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the recurrence (read, update, read) for one token."""
         return 6 * self.num_v_heads * self.k_head_dim * self.v_head_dim
 
 
 @dataclass(frozen=True)
-class LinearState:
+class LinearState(RecurrentState):
     """Linear attention of a layer with constant decays (Qin et al. 2024, arXiv:2401.04658), whose state is one matrix
     per head.
 
@@ -272,13 +293,18 @@ class LinearState:
         return (StateArray((self.num_heads, self.head_dim, self.head_dim), "float32", ("heads", None, None)),)
 
     @property
+    def token_inputs(self) -> tuple[StateArray, ...]:
+        """Keys and values as they are stored."""
+        return (StateArray((self.num_heads, self.head_dim), "float32", ("heads", None)),) * 2
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the recurrence (update, read) for one token."""
         return 5 * self.num_heads * self.head_dim**2
 
 
 @dataclass(frozen=True)
-class StateSpace:
+class StateSpace(RecurrentState):
     """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060), whose state is one matrix per head, and the windows of a
     convolution.
 
@@ -346,13 +372,22 @@ class StateSpace:
         )
 
     @property
+    def token_inputs(self) -> tuple[StateArray, ...]:
+        """What the convolutions of inputs and of B and C see, and the projection of time steps."""
+        return (
+            StateArray((self.inner_size,), None, ("heads",)),
+            StateArray((2 * self.group_size,), None, ("heads",), self.num_groups),
+            StateArray((self.num_heads,), None, ("heads",)),
+        )
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the recurrence (update, read) for one token."""
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 
 @dataclass(frozen=True)
-class SelectiveScan:
+class SelectiveScan(RecurrentState):
     """Mamba of a layer (Gu & Dao 2023, arXiv:2312.00752), whose state is a vector per channel, and the window of a
     convolution.
 
@@ -401,13 +436,22 @@ class SelectiveScan:
         )
 
     @property
+    def token_inputs(self) -> tuple[StateArray, ...]:
+        """What the convolution sees, time steps without their bias, and B."""
+        u, dtype = StateArray((self.channels,), None, ("heads",)), None if self.num_heads is None else "float32"
+        b = StateArray((self.state_size,), dtype, (None,))
+        if self.num_heads is not None:
+            b = StateArray((self.num_heads, self.state_size), dtype, ("heads", None))
+        return u, u._replace(dtype=dtype), b
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the recurrence (decay, update, read) for one token."""
         return 7 * self.channels * self.state_size
 
 
 @dataclass(frozen=True)
-class GatedRecurrence:
+class GatedRecurrence(RecurrentState):
     """Gated linear recurrence of a layer (De et al. 2024, arXiv:2402.19427), whose state is a number per channel, and
     the window of a convolution.
 
@@ -442,55 +486,11 @@ class GatedRecurrence:
         )
 
     @property
+    def token_inputs(self) -> tuple[StateArray, ...]:
+        """What the convolution sees."""
+        return (StateArray((self.channels,), None, ("heads",)),)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the gates and the recurrence for one token."""
         return 4 * self.channels * self.channels // self.num_heads + 7 * self.channels
-
-
-def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """Return the StateSpace in the fields that configurations with Mamba-2 share. inner_size: elements of a token's
-    inputs in all heads together. norm: StateSpace.norm. `hidden_act` is the activation, which the caller has checked.
-    Raises ModelConfigError for fields that are missing or wrong, and if the heads together do not have inner_size
-    elements.
-    """
-    num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
-    head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")
-    if head_dim * num_heads != inner_size:
-        raise ModelConfigError(
-            f"mamba_n_heads * mamba_d_head must be the {inner_size} inputs of Mamba-2, got {num_heads} * {head_dim}"
-        )
-    return StateSpace(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=fields.integer("mamba_n_groups", 1),
-        state_size=fields.integer("mamba_d_state"),
-        conv_kernel=fields.integer("mamba_d_conv", 4),
-        conv_bias=fields.boolean("mamba_conv_bias", True, null_is_false=True),
-        bias=fields.boolean("mamba_proj_bias", False),
-        norm=norm,
-        activation=fields.text("hidden_act", "silu"),
-        dt_limits=read_dt_limits(fields),
-    )
-
-
-def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Return `time_step_limit`, the bounds of time steps, as (low, high); (0, inf) if it is absent. Raises
-    ModelConfigError unless it is two numbers with 0 <= low < high.
-    """
-    given = fields.value("time_step_limit", [0.0, float("inf")])
-    limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
-    if len(limits) != 2 or not 0 <= limits[0] < limits[1]:
-        raise fields.fail("time_step_limit", "two numbers, 0 <= low < high")
-    return limits[0], limits[1]
-
-
-def _dt_limit(value: Any) -> float:
-    """Return one limit of time steps as a float. Infinity is {"__float__": "Infinity"}, as transformers 5 writes it, or
-    any number over 1e30, which no time step reaches. Returns -1 for a value that is not a number; the caller refuses
-    any result below 0.
-    """
-    if value == {"__float__": "Infinity"}:
-        return float("inf")
-    if type(value) not in (int, float):
-        return -1.0
-    return float("inf") if value > 1e30 else float(max(value, -1))

@@ -34,7 +34,7 @@ _RENAMED = (
 
 class GatedNorm(nnx.Module):
     """RMS norm multiplied by a low-rank gate: y * sigmoid(up(silu(down(y)))), y = norm(x). Its weights are replicated
-    over devices, and take no adapters, since a layer does not tell its norms what their rows are.
+    over devices, and take no adapters.
     """
 
     def __init__(self, config: ModelConfig, *, source: str, build: Build):

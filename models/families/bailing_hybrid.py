@@ -73,8 +73,6 @@ def _lower_bound(fields: ConfigFields) -> float | None:
 def _limits(fields: ConfigFields) -> tuple[tuple[float | None, float | None], ...]:
     """Return ExpertsConfig.limits, the fields _LIMITS side by side for each layer. An absent list, 0, null and the end
     of a shorter list mean no limit, which is None. Raises ModelConfigError for other values than numbers >= 0 and null.
-
-    Published code and transformers ignore these fields; vLLM and SGLang use them, as did the training.
     """
     limits = []
     for name in _LIMITS:

@@ -116,8 +116,8 @@ class CLIPModel(NamedEncoder):
     def __call__(
         self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, KVPages | Cache]:
-        """Return hidden states as Decoder does, except that a token of an image keeps the state with which it enters
-        this stage: in the first one the tower's result.
+        """Return hidden states [T, D] and the pool, as Decoder does, except that a token of an image keeps the state
+        with which it enters this stage: in the first one the tower's result.
         """
         x, kv = super().__call__(batch, kv, hidden)
         pictures: Any = batch.sections.get("pictures")

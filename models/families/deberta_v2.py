@@ -83,7 +83,8 @@ class DebertaV2Model(NamedEncoder):
     @classmethod
     def read_ranges(cls, fields: ConfigFields, kinds: tuple[str, ...]) -> Disentangled:
         """Return the attention's parts by distance, of these kinds, from `position_buckets`, `max_relative_positions`,
-        `norm_rel_ebd` and `share_att_key`. Raises ModelConfigError for wrong fields.
+        `norm_rel_ebd` and `share_att_key`. Raises ModelConfigError for wrong fields, and for `position_buckets` above 0
+        that are not from 4 to 4096 with half of them below max_relative_positions - 1.
         """
         farthest, buckets = _farthest(fields), fields.value("position_buckets", -1)
         if type(buckets) is not int:
@@ -119,12 +120,12 @@ class DebertaV2Model(NamedEncoder):
         return self.make_disentangled(layer, longest=config.max_position_embeddings, **names)
 
     def make_plain(self, layer: int, **names: Any) -> Attention:
-        """Return the new attention without distances of index `layer`. names: further arguments of Attention."""
+        """Return a new Attention, without parts by distance, for layer index `layer`. names: its further arguments."""
         return Attention(self.config.attention[layer], self.config.hidden_size, **names)
 
     def make_disentangled(self, layer: int, **names: Any) -> DisentangledAttention:
-        """Return the new attention of layer index `layer`, with its own projections of positions. names: further
-        arguments of DisentangledAttention.
+        """Return a new DisentangledAttention for layer index `layer`, with its own projections of distances. names:
+        further arguments of DisentangledAttention.
         """
         source = f"{self.names.layer}.attention.self"
         own = (f"{source}.pos_key_proj", True), (f"{source}.pos_query_proj", True)

@@ -91,8 +91,8 @@ class DeciLMForCausalLM(LlamaForCausalLM):
 
 
 def _blocks(fields: ConfigFields) -> list[tuple[ConfigFields, ConfigFields]]:
-    """Return the settings of attention and of the MLP of each layer, from `block_configs`. Raises ModelConfigError for
-    another number of layers, and for settings that are not supported.
+    """Return a pair for each layer, the settings of its attention and of its MLP, from `block_configs`. Raises
+    ModelConfigError for another number of layers, and for settings that are not supported.
     """
     count, listed = fields.integer("num_hidden_layers"), fields.value("block_configs")
     if not isinstance(listed, list) or len(listed) != count or not all(isinstance(each, dict) for each in listed):

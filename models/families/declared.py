@@ -328,8 +328,8 @@ class DeclaredForCausalLM(Decoder):
         return x if self.form.embedding_norm is None else self.embedding_norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return the float32 logits of hidden states, after the form's projections, with its bias and soft cap if there
-        are any.
+        """Return the logits f32[R, V / n] of hidden states [R, D], after the form's projections, with its bias and soft
+        cap if there are any.
         """
         hidden = hidden if self.form.embedding_size is None else self.project_out(hidden)
         logits = super().token_logits(self.head(hidden) if self.form.head else hidden)

@@ -56,8 +56,8 @@ def _sizes(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _mpt_attention(fields: ConfigFields) -> ConfigFields:
-    """Return a reader of `attn_config`, empty if that is absent. Raises ModelConfigError if a field in _MPT_ATTENTION
-    has another value.
+    """Return a reader of `attn_config`, empty if that is absent. Raises ModelConfigError if it is no mapping, and if a
+    field of _MPT_ATTENTION has another value than there.
     """
     own = ConfigFields({"attn_config": fields.mapping("attn_config") or {}}).part("attn_config")
     own.require(**_MPT_ATTENTION)
@@ -95,8 +95,8 @@ def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 def _jais_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `hidden_act`, `intermediate_size` (four times the hidden size by default) and the longest context, which
-    `train_seq_len` of alibi_scaling limits: published code changes slopes with a text's length beyond it. Raises
-    ModelConfigError for wrong fields, for another activation_function than swiglu, and for a `factor` of slopes.
+    `train_seq_len` of alibi_scaling limits. Raises ModelConfigError for wrong fields, for another activation_function
+    than swiglu, and for a `factor` of slopes.
     """
     if fields.text("activation_function", "gelu_new") != "swiglu":
         raise fields.fail("activation_function", "swiglu")

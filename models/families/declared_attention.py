@@ -115,7 +115,9 @@ class DeclaredAttention(Attention):
             self.gate_bias = declare((bias.rows,), build.dtype, ParamDecl(("heads",), (bias,), init_std=0.02))
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        """Return q and k after rope (reversed if the form says so) and, if they come last, their norms."""
+        """Return q [T, N, H] and k [T, K, H] after rope (reversed if the form says so) and, if they come last, their
+        norms.
+        """
         if step.rope is not None and self.form.reversed_rope:
             step = step._replace(rope=(step.rope[0], -step.rope[1]))
         q, k = super().rotate(q, k, step)

@@ -74,9 +74,7 @@ def _scaled_embedding(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _xglm(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `_scaled_embedding`. Raises ModelConfigError for a `pad_token_id` above 1: transformers has zeros for the
-    position of this number, and numbers of positions start at 2.
-    """
+    """Return `_scaled_embedding`. Raises ModelConfigError for a `pad_token_id` above 1."""
     if fields.integer("pad_token_id", 1, minimum=0) > 1:
         raise fields.fail("pad_token_id", "at most 1")
     return _scaled_embedding(fields)

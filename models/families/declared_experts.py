@@ -173,8 +173,9 @@ def _gguf_cohere_experts(fields: ConfigFields) -> ExpertsConfig | None:
 
 
 def _gguf_cohere_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
-    """Return the attention of each layer of a GGUF file: a window in three of four layers, where the pattern is not
-    listed, and rope there and in the first dense layers. Raises ModelConfigError for wrong fields.
+    """Return the attention of each layer of a GGUF file. SLIDING layers (by default all but the first of every four)
+    have the window; they and the first `leading_dense_block_count` layers keep rope. Raises ModelConfigError for wrong
+    fields.
     """
     fields.integer("attention.sliding_window")
     first, full = fields.integer("leading_dense_block_count", minimum=0), replace(layers[0], window=None)

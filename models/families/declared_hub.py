@@ -50,8 +50,8 @@ def _internlm_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _qwen_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the feed-forward size, which is half of the file's, and `seq_length` as the longest context, since these
-    models scale rope and queries beyond it. Raises ModelConfigError for an odd size and for wrong fields.
+    """Return the feed-forward size, which is half of the file's, and `seq_length` as the longest context. Raises
+    ModelConfigError for an odd size and for wrong fields.
     """
     size = fields.integer("intermediate_size")
     if size % 2:
@@ -87,8 +87,8 @@ def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
 def _telechat_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `rope_theta` (10000 by default) for models trained with longer texts than their first ones, `base_seqlen`:
     multiplied by alpha ** (d / (d - 2)), alpha = 2 ** ceil(log2(training_seqlen / base_seqlen) + 1) - 1, for heads of d
-    elements. Beyond `training_seqlen` published code changes it with a text's length; `max_position_embeddings` is thus
-    that length, or `seq_length` without it. Raises ModelConfigError for wrong fields.
+    elements. Also returns `max_position_embeddings`: `training_seqlen`, or `seq_length` without it. Raises
+    ModelConfigError for wrong fields.
     """
     trained, base = fields.integer("training_seqlen", None), fields.integer("base_seqlen", None)
     theta, size = fields.number("rope_theta", 10000.0), read_head_dim(fields)

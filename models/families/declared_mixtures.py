@@ -61,15 +61,16 @@ def _flint_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _flint_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention with sinks, and with a window if it is SLIDING, or without rope if it is FULL.
-    Raises ModelConfigError for wrong fields.
+    """Return the layer's attention with sinks and, if `sliding_window` is set, with that window if it is SLIDING,
+    without rope if it is FULL. Raises ModelConfigError for wrong fields.
     """
     return replace(rope_in_windows(fields, layer, attention), sinks=True)
 
 
 def _flint_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts with sigmoid scores and a shared MLP, in all layers but those of
-    `dense_layers`. Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig of experts with sigmoid scores and a shared MLP of size
+    `shared_expert_intermediate_size`, in all layers but those that `dense_layers` returns. Raises ModelConfigError for
+    wrong fields.
     """
     own, size = softmax_experts(fields), fields.integer("shared_expert_intermediate_size")
     return replace(own, scoring_func="sigmoid", dense_layers=dense_layers(fields), shared_intermediate_size=size)

@@ -163,7 +163,7 @@ class Row(NamedTuple):
       flattened: ends of the names of tensors whose axes after the first are joined.
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for prefixes.
-      suffixes, parts, divided: see CheckpointNames.
+      parts, divided: see CheckpointNames.
     """
 
     about: str

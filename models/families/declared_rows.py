@@ -182,7 +182,9 @@ def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gguf_falcon_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
-    """Return the form of a GGUF file: attention and MLP in parallel, after two norms if there are two."""
+    """Return the form of a GGUF file: one joined projection of queries, keys and values (ROWS), and attention and MLP
+    in parallel, after two norms if there are two.
+    """
     two = "attn_norm_2" in gguf.stored
     return replace(form, joined=ROWS, placement=PARALLEL, norms=("ln_attn",) * two + form.norms[:1])
 

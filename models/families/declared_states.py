@@ -22,6 +22,7 @@ from jaxengine.models.config.readers.hf import (
     read_rope,
     ropes_by_kind,
 )
+from jaxengine.models.config.readers.state_space import read_dt_limits, read_state_space
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.state import (
     GatedRecurrence,
@@ -29,8 +30,6 @@ from jaxengine.models.config.state import (
     SelectiveScan,
     ShortConvolution,
     StateSpace,
-    read_dt_limits,
-    read_state_space,
 )
 from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope, parts_of_heads, softmax_experts
 from jaxengine.models.families.declared_rows import EPSILON
@@ -60,8 +59,7 @@ def _inner_size(fields: ConfigFields) -> int:
 
 def _channels_as_heads(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `intermediate_size`, the number of inputs, and sizes of attention, which no layer has: heads of one
-    element, gcd(inputs, MAX_HEADS) in number, so that devices can split the channels. Raises ModelConfigError for wrong
-    fields.
+    element, gcd(inputs, MAX_HEADS) in number. Raises ModelConfigError for wrong fields.
     """
     size = _inner_size(fields)
     return {"intermediate_size": size, "num_attention_heads": math.gcd(size, MAX_HEADS), "head_dim": 1}
@@ -102,8 +100,9 @@ def _time_rank(fields: ConfigFields, name: str) -> int:
 
 
 def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `intermediate_size`, which is `expand` (2 by default) times the hidden size, and the heads of Mamba-2 as
-    sizes of attention. Raises ModelConfigError for wrong fields, and if num_heads * head_dim is not that size.
+    """Return `intermediate_size`, which is `expand` (2 by default) times the hidden size, and the heads of Mamba-2
+    (`num_heads`, by default 128, of `head_dim`, by default 64, elements) as sizes of attention. Raises ModelConfigError
+    for wrong fields, and if num_heads * head_dim is not that size.
     """
     heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
     size = int(fields.number("expand", 2.0) * fields.integer("hidden_size"))
@@ -177,8 +176,8 @@ def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _jamba_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Return the ExpertsConfig, with experts by default in every second layer from number 1 on; None for a file with
-    one expert, which is a dense MLP. Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig, by default with 2 of 16 experts for a token, in every second layer from number 1 on;
+    None for a file with one expert, which is a dense MLP. Raises ModelConfigError for wrong fields.
     """
     if (count := fields.integer("num_experts", 16)) == 1:
         return None
@@ -262,7 +261,7 @@ def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
 def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `head_dim`, an equal part of the hidden size if the file has none, `intermediate_size`, half of the
     file's, and `sliding_window`: `attention_window_size` or, without it, the file's own, 2048 by default. Raises
-    ModelConfigError for wrong fields.
+    ModelConfigError for wrong fields, and for a hidden size that heads do not divide in a file without `head_dim`.
     """
     size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if size % heads and not fields.has("head_dim"):
@@ -275,8 +274,8 @@ def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _griffin_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with `sliding_window` if `block_types`, which is repeated over the layers, has
-    "attention" for it; with a gated recurrence and no rope for "recurrent". By default every third layer attends.
-    Raises ModelConfigError for wrong fields.
+    "attention" for it; for "recurrent" with a gated recurrence of width `lru_width`, by default the hidden size, and no
+    rope. By default every third layer attends. Raises ModelConfigError for wrong fields.
     """
     kinds = fields.value("block_types", ["recurrent", "recurrent", "attention"])
     if not isinstance(kinds, (list, tuple)) or not kinds or {*map(str, kinds)} - {"recurrent", "attention"}:

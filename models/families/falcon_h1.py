@@ -16,7 +16,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig, Multipliers
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.gguf_states import gguf_state_space
-from jaxengine.models.config.state import StateSpace, read_state_space
+from jaxengine.models.config.readers.state_space import read_state_space
+from jaxengine.models.config.state import StateSpace
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS

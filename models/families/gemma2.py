@@ -103,7 +103,9 @@ class Gemma2ForCausalLM(Decoder):
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits of hidden states, soft-capped to cap * tanh(logits / cap) if the configuration has a cap."""
+        """Return logits f32[R, V / n] of hidden states [R, D], soft-capped to cap * tanh(logits / cap) if the
+        configuration has a cap.
+        """
         logits, cap = super().token_logits(hidden), self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

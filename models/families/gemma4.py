@@ -436,7 +436,8 @@ def _gguf_attention(
 ) -> list[LayerAttention]:
     """Return the attention of layers of these kinds, with their KV heads and ropes. Full layers rotate the share of
     pairs whose factor in rope_freqs.weight is 1, all without that tensor; SLIDING ones rotate all pairs. layer:
-    attention with the fields that all layers share. Raises ModelConfigError for wrong fields.
+    attention with the fields that all layers share. Raises ModelConfigError for wrong fields, and for a
+    rope_freqs.weight of another size.
 
     Files do not say whether values are keys. In published models that is so exactly if the kinds differ in their KV
     heads.

@@ -141,8 +141,7 @@ def _of_kind(attention: LayerAttention, kind: str, index: KeyIndex, state: Gated
 def _mixer_kinds(fields: ConfigFields) -> list[str]:
     """Return LINEAR or INDEXED for each layer, as listed in `layer_types`, where FULL also means INDEXED; without the
     list every fourth layer is INDEXED. Raises ModelConfigError for a wrong list, and where `indexer_types`,
-    `index_topk_pattern` or `index_topk_freq` let an INDEXED layer use the selection of another: no other layer comes
-    right before it whose selection it could use.
+    `index_topk_pattern` or `index_topk_freq` let an INDEXED layer use the selection of another.
     """
     count = fields.integer("num_hidden_layers")
     kinds = read_each_layer(fields, "layer_types", (LINEAR, INDEXED, FULL))

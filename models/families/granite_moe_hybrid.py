@@ -15,7 +15,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts
 from jaxengine.models.config.readers.gguf_states import gguf_hybrid, gguf_state_space
 from jaxengine.models.config.readers.hf import FULL, read_head_dim, read_rope
-from jaxengine.models.config.state import StateSpace, read_state_space
+from jaxengine.models.config.readers.state_space import read_state_space
+from jaxengine.models.config.state import StateSpace
 from jaxengine.models.families.granite import GraniteForCausalLM, granite_multipliers, with_gguf_multipliers
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.base.activations import ACTIVATIONS

@@ -225,8 +225,8 @@ def read_parts(fields: ConfigFields) -> KimiK3Parts:
 
 
 def read_lower_bound(fields: ConfigFields, name: str, default: float | None) -> float | None:
-    """Return GatedDelta.lower_bound from the field `name`; the default if it is absent or null. Raises ModelConfigError
-    unless it is a number < 0 that is finite in float32.
+    """Return GatedDelta.lower_bound from the field `name`; the default, which may be None for no bound, if it is absent
+    or null. Raises ModelConfigError unless it is a number < 0 that is finite in float32.
     """
     bound = fields.value(name, default)
     if bound is None:

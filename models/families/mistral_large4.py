@@ -202,7 +202,9 @@ class MistralLarge4ForConditionalGeneration(GlmMoeDsaForCausalLM):
         return MistralLarge4Attention(*sizes, source=source, build=build, rope_dim=rope_dim, **options)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits of hidden states, soft-capped to cap * tanh(logits / cap) if the configuration has a cap."""
+        """Return logits f32[R, V / n] of hidden states [R, D], soft-capped to cap * tanh(logits / cap) if the
+        configuration has a cap.
+        """
         logits, cap = super().token_logits(hidden), self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -247,8 +249,8 @@ def _latent_sources(fields: ConfigFields, rotated: list[bool], selections: list[
 
     rotated: whether each layer has rope. selections: the layer whose selection of keys each layer uses. Raises
     ModelConfigError for a list of another length or with a source that has no latents; for a source other than the last
-    layer before with shared latents and as much rope, which transformers would use in its place; and for a layer with
-    the latents of another one and an indexer of its own, whose keys would have no pages.
+    layer before with shared latents and as much rope; and for a layer with the latents of another one and an indexer of
+    its own.
     """
     count, name = len(rotated), "kv_source_layers"
     listed = fields.value(name, None)

@@ -57,7 +57,7 @@ _SOURCE = f"{LAYER}.mlp"
 
 class ResidualGate(nnx.Module):
     """Learned sum of the residual x and the output y of a layer's part, a * x + b * y, with factors for each element: b
-    = sigmoid(gate / temperature) and a = sqrt(max(1 - b * b, 0.001)), so that the sum keeps the norm of its parts.
+    = sigmoid(gate / temperature) and a = sqrt(max(1 - b * b, _LEAST)).
     """
 
     def __init__(self, config: ModelConfig, *, source: str):
@@ -68,9 +68,7 @@ class ResidualGate(nnx.Module):
         self.gate, self.temperature = declare((size,), jnp.float32, gate), temperature
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Return a * x + b * y for x and y [T, D], computed in float32, in x's dtype: b = sigmoid(gate / temperature),
-        a = sqrt(1 - b^2).
-        """
+        """Return a * x + b * y, [T, D], for x and y [T, D], computed in float32, in x's dtype."""
         gate = self.gate[...] / self.temperature
         ours = jax.nn.sigmoid(gate)
         kept = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-gate) * (1.0 + ours), _LEAST))

@@ -22,7 +22,8 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_of_layers, gguf_shared_experts
 from jaxengine.models.config.readers.gguf_states import gguf_state_space
 from jaxengine.models.config.readers.hf import FULL
-from jaxengine.models.config.state import StateSpace, read_dt_limits
+from jaxengine.models.config.readers.state_space import read_dt_limits
+from jaxengine.models.config.state import StateSpace
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU, read_activation

@@ -16,9 +16,7 @@ from jaxengine.models.vision.paligemma import read_paligemma
 
 
 class PaliGemmaForConditionalGeneration(Wrapper, GemmaForCausalLM):
-    """Gemma or Gemma 2 with images at the beginning of prompts. Such prompts must be no longer than a window: within it
-    all tokens of a prompt attend to each other, and beyond it windowed layers could not do so.
-    """
+    """Gemma or Gemma 2 with images at the beginning of prompts. Such prompts must be no longer than a window."""
 
     text: ClassVar[str] = "gemma"
     multiplies: ClassVar[bool] = False

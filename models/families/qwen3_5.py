@@ -1,7 +1,5 @@
 """Qwen3.5 (Qwen Team 2026): Qwen3-Next's layers with dense MLPs and separate projections of the delta nets, and the
 vision tower and M-RoPE of Qwen3-VL.
-
-Multi-token-prediction (MTP) layers are not read.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.readers.gguf_states import gguf_delta_fields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import predicting, text_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
-from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM, hybrid_fields
+from jaxengine.models.families.qwen3_next import NEXT_LAYER, Qwen3NextForCausalLM, hybrid_fields
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen3_vl import read_qwen3_5
@@ -31,7 +29,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return hybrid_fields(fields)
+        return predicting(hybrid_fields(fields))
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -47,7 +45,9 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with a vision tower, as it is published."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(squeezed=(".conv1d.weight",))
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
+        squeezed=(".conv1d.weight",), next_layer=NEXT_LAYER
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Qwen3.5 with experts (Qwen Team 2026): Qwen3.5's layers with experts and a gated shared MLP.
-
-Multi-token-prediction (MTP) layers are not read.
-"""
+"""Qwen3.5 with experts (Qwen Team 2026): Qwen3.5's layers with experts and a gated shared MLP."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.readers.gguf_states import gguf_delta_fields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import predicting, text_fields
 from jaxengine.models.families.qwen2_moe import gated_experts, gated_gguf_experts
 from jaxengine.models.families.qwen2_vl import with_sight, without_mrope
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
@@ -34,7 +31,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         # No layer has a dense MLP, and none is given a size.
         experts = replace(gated_experts(fields, norm_weights=True), dense_layers=())
         sized = fields.with_defaults(intermediate_size=experts.intermediate_size)
-        return hybrid_fields(sized) | {"experts": experts}
+        return predicting(hybrid_fields(sized)) | {"experts": experts}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

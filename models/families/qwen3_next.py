@@ -1,5 +1,5 @@
 """Qwen3-Next (Qwen Team 2025): gated delta nets in three of four layers, gated attention in the others, and experts
-with a gated shared MLP everywhere. Layers that predict further tokens are not read."""
+with a gated shared MLP everywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.readers.gguf_states import gguf_delta_fields
-from jaxengine.models.config.readers.hf import FULL, read_each_layer
+from jaxengine.models.config.readers.hf import FULL, predicting, read_each_layer
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts, gated_gguf_experts
@@ -24,6 +24,14 @@ from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
 LINEAR = "linear_attention"
+# CheckpointNames.next_layer of these models.
+NEXT_LAYER = (
+    ("mtp.fc", "eh_proj"),
+    ("mtp.pre_fc_norm_embedding", "enorm"),
+    ("mtp.pre_fc_norm_hidden", "hnorm"),
+    ("mtp.norm", "shared_head.norm"),
+    ("mtp.layers.0.", ""),
+)
 
 
 class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
@@ -33,11 +41,13 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
     gguf_architecture: ClassVar[str | None] = "qwen3next"
     norm_class = OffsetRMSNorm
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",))
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",), next_layer=NEXT_LAYER)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return hybrid_fields(fields) | {"experts": gated_experts(fields, norm_weights=True)}
+        # Its configuration does not say that there is one.
+        fields = fields.with_defaults(num_nextn_predict_layers=1)
+        return predicting(hybrid_fields(fields)) | {"experts": gated_experts(fields, norm_weights=True)}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

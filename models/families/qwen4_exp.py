@@ -181,8 +181,8 @@ def _layer_kinds(fields: ConfigFields) -> list[str]:
 
 
 def _read_blocks(fields: ConfigFields) -> KeyBlocks:
-    """Return the blocks of keys that layers with attention select. Raises ModelConfigError for fields that are missing
-    or wrong; they have no defaults in transformers, whose layers do not attend without an indexer.
+    """Return the blocks of keys that layers with attention select, from the fields `indexer_...`. Raises
+    ModelConfigError for fields that are missing or wrong, and unless indexer_compress_ratio divides indexer_budget.
     """
     if fields.integer("indexer_kv_heads") != 1:
         raise fields.fail("indexer_kv_heads", "1")

@@ -137,6 +137,8 @@ class DecoderStep:
             inputs = inputs._replace(of_layer=self.layer_inputs[:, number])
         if attention.selection_source is not None:
             inputs = inputs._replace(selected=self._selected)
+        if kept is not None and (recorded := self._batch.sections.get("state_inputs")) is not None:
+            inputs = inputs._replace(state_inputs=recorded.layers[kept])
         with jax.named_scope(f"layer_{index}"):
             caches = [self._kv_of(number, attention)] if attention.attends else []
             caches += [] if kept is None else [(self._states[kept], self._batch.sections["states"])]

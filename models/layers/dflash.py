@@ -138,8 +138,8 @@ class DFlash(DraftHead):
 
     def draft_logits(self, products: jax.Array, before: jax.Array, model: Decoder) -> jax.Array:
         """Return logits f32[R, V / n] of drafts, split over n devices as the target model's logits are; -inf for tokens
-        that are never drafted. products: of the hidden states in their places. before: i32[R], the token before each
-        draft. model: the target.
+        that are never drafted. products: [R, .] of the drafts' hidden states with the LM head, to which a DSpark head
+        adds its bias by the token before each draft, `before` i32[R]. model: the target.
         """
         if self.sizes.markov_rank:
             products = products + self.markov_out(self.markov_in(before), out_dtype=jnp.float32)
@@ -148,8 +148,8 @@ class DFlash(DraftHead):
 
 class DFlashSource(DraftHeadSource):
     """DraftHeadSource of a DFlash or DSpark head. Its config has own_head if the checkpoint has an LM head. A head's
-    estimate of its own drafts (`confidence_head`) is left out. Raises ModelFileError as well if it has no LM head
-    although not all tokens of the vocabulary are drafted.
+    estimate of its own drafts (`confidence_head`) is left out. Also raises ModelFileError if it has no LM head although
+    not all tokens of the vocabulary are drafted.
     """
 
     PREFIXES = (

@@ -3,8 +3,8 @@
 
 For each token it takes the model's hidden state and the embedding of the next token, each normed,
 projects both to one and runs one more decoder layer of the family over them; the model's own head then gives the
-logits. Checkpoints store it as layer number num_hidden_layers. Applied to its own hidden states it predicts further
-tokens.
+logits. Checkpoints store it as layer number num_hidden_layers, or under names of its own
+(CheckpointNames.next_layer). Applied to its own hidden states it predicts further tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.sharding.stages import Stage
 
+LAYERS = "model.layers."
 # Tensors that the layer shares with the model: a checkpoint may hold copies.
 _SHARED = ("embed_tokens.", "shared_head.head.")
 
@@ -91,21 +92,34 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
 
 def with_next_layer(config: ModelConfig) -> ModelConfig:
     """Return a model's configuration with its first next-token layer appended, whose attention is that of the last
-    layer; without a tower and without further next-token layers.
+    layer with attention; without a tower and without further next-token layers.
     """
-    return replace(config, attention=(*config.attention, config.attention[-1]), num_nextn_predict_layers=0, tower=None)
+    attention = *config.attention, config.attending[-1]
+    return replace(config, attention=attention, num_nextn_predict_layers=0, tower=None)
 
 
 class NextTokenSource(WrappedSource):
-    """View of a model's checkpoint with only the tensors of layer `number`, without those in _SHARED."""
+    """View of a model's checkpoint with only the tensors of its next-token layer, without those in _SHARED, as tensors
+    of layer `number`. names: CheckpointNames.next_layer.
+    """
 
-    def __init__(self, source: WeightSource, number: int):
+    def __init__(self, source: WeightSource, number: int, names: tuple[tuple[str, str], ...] = ()):
         super().__init__(source)
-        self._prefix = f"model.layers.{number}."
+        prefix, self._stored = f"{LAYERS}{number}.", dict[str, str]()
+        for stored in source.names():
+            found = (prefix + new + stored.removeprefix(old) for old, new in names if stored.startswith(old))
+            name = next(found, stored)
+            if name.startswith(prefix) and not name.removeprefix(prefix).startswith(_SHARED):
+                self._stored[name] = stored
 
     def names(self) -> Iterable[str]:
-        shared = tuple(self._prefix + name for name in _SHARED)
-        return [name for name in self._source.names() if name.startswith(self._prefix) and not name.startswith(shared)]
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._stored[name])
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        return (self._stored.get(name, name),)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        return self._source.read(name, rows, columns)
+        return self._source.read(self._stored[name], rows, columns)

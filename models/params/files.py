@@ -1,7 +1,7 @@
 """Safe opening of a model's files: inside of their folder, regular, of bounded size, and JSON of bounded depth.
 
-Models are untrusted. A link may expose other files of the host, a pipe or a device never ends, and a file that is read
-at once must fit in memory. Every fault is one ModelFileError.
+Models are untrusted: a link may expose other files of the host, and a pipe or a device never ends. Every fault is one
+ModelFileError.
 """
 
 from __future__ import annotations

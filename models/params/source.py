@@ -80,6 +80,8 @@ class CheckpointNames(NamedTuple):
       alternating: ends of the names of matrices whose rows are in turn those of two of the model's -> their ends.
       frequencies: end of the names of tensors with the frequencies of rope, which replace the configuration's; "" for
         none.
+      next_layer: pairs of the beginning of a stored name of the layer that predicts further tokens, and what replaces
+        it after "model.layers.{number}.", if it is not stored as layer `number`, the one after the last.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -107,6 +109,7 @@ class CheckpointNames(NamedTuple):
     frequencies: str = ""
     divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     halves: tuple[Mapping[str, str], Mapping[str, str]] | None = None
+    next_layer: tuple[tuple[str, str], ...] = ()
 
     @property
     def base(self) -> str:
@@ -137,8 +140,10 @@ class CheckpointNames(NamedTuple):
 
     def is_unused(self, stored: str) -> bool:
         """Return whether the checkpoint's tensor `stored` belongs to a part that is not read: those of the family, and
-        modules named mtp or mtp_..., which predict further tokens, whatever the family.
+        modules named mtp or mtp_..., which predict further tokens, but for those of `next_layer`, whatever the family.
         """
+        if stored.startswith(tuple(old for old, _ in self.next_layer)):
+            return False
         named = f".{stored}"
         return (
             stored.startswith(self.unused)

@@ -71,7 +71,9 @@ class StoredNames:
 
     @staticmethod
     def _in_layer(stored: tuple[str, ...], given: re.Match | None, wanted: re.Match) -> tuple[str, ...]:
-        """Return the names `stored` of a tensor of one layer for another layer. given, wanted: the layers' numbers."""
+        """Return the names `stored` of a tensor of one layer as those of another layer. given, wanted: matches of the
+        two layers' numbers; the first occurrence of the former in a name is replaced.
+        """
         assert given is not None
         return tuple(each.replace(given[0], wanted[0], 1) for each in stored)
 

@@ -288,7 +288,7 @@ class LocalAttention(nnx.Module):
 
 class LightConvolution(nnx.Module):
     """Convolution block that computes x + end(activation(norm(convolution(gated(start(norm(x))))))). The convolution is
-    causal and of each element by itself.
+    causal, within a sound, of each element by itself, and its result limited to `clip`.
     """
 
     def __init__(self, config: Gemma4SoundConfig, build: Build):

@@ -69,7 +69,8 @@ class AriaTowerConfig(VitTowerConfig):
 
 def read_aria_tower(fields: ConfigFields) -> AriaTowerConfig:
     """Return the tower's configuration from a config.json, with transformers' defaults and the hidden states that
-    `vision_feature_layer` (default: -1) selects. Raises ModelConfigError for wrong fields.
+    `vision_feature_layer` (default: -1) selects. Raises ModelConfigError for wrong fields, and for another model_type
+    of vision_config.
     """
     vision = fields.part_or_empty("vision_config", **DEFAULTS)
     if vision.text("model_type", _VISION) != _VISION:

@@ -84,7 +84,9 @@ class Lfm3VlTowerConfig(TowerConfig):
 
 def read_lfm3_vl(fields: ConfigFields) -> Lfm3VlTowerConfig:
     """Return the tower's configuration from a config.json. Without `layer_types` the first two layers and every second
-    one after them are convolutions. Raises ModelConfigError for wrong fields.
+    one after them are convolutions. Raises ModelConfigError for wrong fields, for another model_type of vision_config,
+    for heads whose number of elements is not a multiple of 4, heads of keys that do not divide those of queries, and an
+    even kernel.
     """
     defaults: dict[str, Any] = {
         "hidden_size": 1024,

@@ -37,7 +37,7 @@ def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
     """Return the configuration of LLaVA-OneVision's tower from a config.json. `vision_aspect_ratio` is anyres_max_N,
     where N is max_tiles (default: 9). By default it is SigLIP with its last hidden states.
 
-    Raises ModelConfigError for wrong fields.
+    Raises ModelConfigError for wrong fields, and if vision_config is no mapping.
     """
     aspect = re.fullmatch(r"anyres_max_(\d{1,2})", fields.text(_ASPECT, "anyres_max_9"))
     if aspect is None or not 1 <= int(aspect[1]) <= _MAX_TILES:

@@ -58,7 +58,8 @@ def read_molmo_tower(fields: ConfigFields, intermediate_size: int) -> MolmoTower
     """Return the tower's configuration from a config.json, with the published code's sizes for those that
     `vision_backbone` and `vit_layers` lack. intermediate_size: that of the text model's MLP, and of the projector's.
 
-    Raises ModelConfigError for wrong fields, and for a number of positions other than that of patches and one more.
+    Raises ModelConfigError for wrong fields, for a number of positions other than that of patches and one more, for an
+    odd number of patches along a side, and for fewer heads of keys.
     """
     given = {**_VISION, **(fields.mapping("vision_backbone") or {})}
     vision = ConfigFields({"vision_backbone": given | {usual: given[own] for own, usual in _SPELLED.items()}})

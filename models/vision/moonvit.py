@@ -186,7 +186,8 @@ def _named(fields: ConfigFields) -> ConfigFields:
 
 def _read_sizes(vision: ConfigFields, attention_size: int | None = None) -> MoonVitTowerConfig:
     """Return the configuration of a tower for images from a vision_config, with Kimi-VL's defaults for absent fields.
-    attention_size: elements of all heads; None for hidden_size. Raises ModelConfigError for wrong fields.
+    attention_size: elements of all heads; None for hidden_size. Raises ModelConfigError for wrong fields, for heads
+    whose number of elements is not a multiple of 4, and unless `merge_kernel_size` is two equal numbers from 1 to 8.
     """
     size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
     if attention_size is None and (size % heads or size // heads % 4):

@@ -85,7 +85,9 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
     absent vision_config means all defaults, and for Mistral 3 patches of 14 pixels instead of 16.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
-    None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError for wrong fields.
+    None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError for wrong fields, for another
+    model_type of vision_config, and for heads whose number of elements is not hidden_size / num_attention_heads, a
+    multiple of 4.
     """
     joins = norm_eps is not None
     vision = ConfigFields(fields.mapping("vision_config") or {})

@@ -97,7 +97,8 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
     Qwen3-VL read from the same fields of vision_config.
 
     width: name of the field with the tower's hidden size. defaults: values for fields that are absent. Raises
-    ModelConfigError for wrong fields.
+    ModelConfigError for wrong fields, for other than three channels, and for heads whose number of elements is not a
+    multiple of 4.
     """
     fields = fields.with_defaults(**{"spatial_merge_size": 2, "temporal_patch_size": 2, **defaults})
     channels = fields.integer("in_channels", None) or fields.integer("in_chans", 3)

@@ -28,7 +28,7 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
       side: rows and columns of the learned positions.
       deepstack_layers: ascending indices of the layers whose states become further parts of an embedding.
       deepstack_mergers: number, in the checkpoint's list of mergers, of the merger of each of these layers.
-      unused_mergers: numbers of mergers of layers that there are not.
+      unused_mergers: numbers, in that list, of mergers of layers that the tower does not have.
     """
 
     # Checkpoint name of the list of mergers for DeepStack.

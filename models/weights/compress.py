@@ -119,9 +119,8 @@ def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
 def _ignored(matrices: set[str], rounded: set[str]) -> list[str]:
     """Return the entries of `ignore`, sorted, given the module names of all matrices and of those that are rounded.
 
-    Other engines may have longer names for the modules of a model's parts than its checkpoint: a part without a rounded
-    matrix, such as a tower or a projector, is also listed as a pattern. A tied head has no tensor, but is a linear
-    layer to them.
+    A part without a rounded matrix, such as a tower or a projector, is also listed as a pattern, since other engines
+    may have longer names for its modules, and so is a tied head.
     """
     taken = {part for name in rounded for part in _beginnings(name)}
     ignored = {"lm_head"} | matrices - rounded

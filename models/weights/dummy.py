@@ -1,9 +1,7 @@
 """Random weights for a model without a checkpoint: benchmarks, compile tests, memory plans (load_format="dummy").
 
-A value follows by integer arithmetic from the seed, the name of a checkpoint tensor and the index in it. It is
-therefore the same on every mesh and every platform, as if the tensors had been written to a checkpoint once and loaded.
-Each device computes its own part of a large weight; small ones are computed by NumPy, in less time than a program for
-them is compiled. The scale keeps activations and logits near 1.
+A value follows by integer arithmetic from the seed, the name of a checkpoint tensor and the index in it, so it is the
+same on every mesh and every platform. Each device computes its own part of a large weight; NumPy computes small ones.
 """
 
 from __future__ import annotations

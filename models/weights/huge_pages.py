@@ -1,6 +1,5 @@
-"""Host memory for weights of CPUs, allocated contiguously in pages of 2 MiB where Linux has them.
-
-A step reads every weight. With pages of 4 KiB, XLA's default, some of that time goes into address translation.
+"""Host memory for weights of CPUs, allocated contiguously in pages of 2 MiB where Linux has them, which saves address
+translation.
 """
 
 from __future__ import annotations

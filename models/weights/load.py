@@ -437,8 +437,8 @@ def _begun(model: CausalLM, present: set[str]) -> list[str]:
 
 
 def _is_zero_bias(source: WeightSource, name: str) -> bool:
-    """Return whether the tensor `name` is a bias of zeros, which AutoGPTQ writes for every module, even of models
-    without biases. Reads it. False for modules that are not quantised.
+    """Return whether the tensor `name` is a bias of zeros, as AutoGPTQ writes them for modules without a bias. Reads
+    it. False for modules that are not quantised.
     """
     module, _, kind = name.rpartition(".")
     if kind != "bias" or not isinstance(source, QuantizedSource) or module not in source.modules:

@@ -82,7 +82,7 @@ def ragged_paged_attention(
     sequence, or (o, lse) with `return_lse`.
 
     If spec.values_in_keys, q is [T, N, Hv], the query for a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
-    for the others. They are separate because they are computed separately, and joining them would copy both.
+    for the others.
 
     The step's keys and values must already be in the pool. Token i of a sequence has position kv_len - q_len + i. It
     attends to the keys up to its position (to all keys if not `spec.causal`), and of these only to those less than
@@ -180,7 +180,7 @@ def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: in
     page_size tokens, with two bytes per element.
 
     They are only counted if a CUDA card uses plain XLA: cards without an attention kernel, and values in keys (latents)
-    on "gpu_blackwell". Otherwise 0 is returned, since kernels gather nothing and the blocks of CPUs are small.
+    on "gpu_blackwell". Otherwise 0 is returned.
     """
     has_kernel = is_kernel("ragged_paged_attention", platform)
     if backend_of(platform) != "cuda" or (has_kernel and not (platform == "gpu_blackwell" and spec.values_in_keys)):

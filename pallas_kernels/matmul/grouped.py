@@ -73,8 +73,7 @@ def group_step(num_rows: int, num_groups: int) -> int:
     """Return the number to a multiple of which group sizes should be padded on the device of the trace, in rows. It is
     1, for no padding, on all devices but TPUs and in unpaged programs.
 
-    num_rows, num_groups: rows of all groups, and groups. The kernel for TPUs multiplies rows in eighths of a tile; code
-    that sorts rows by group pads each group.
+    num_rows, num_groups: rows of all groups, and groups. Code that sorts rows by group pads each group.
     """
     from jax.experimental.pallas import tpu as pltpu
 

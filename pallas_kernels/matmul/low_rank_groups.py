@@ -1,10 +1,8 @@
 """Low-rank addition to groups of rows, each group with a pair of matrices of its own, in plain XLA on every platform.
 
-Few of the G pairs have rows, and it is possible that none of the M rows has a pair. Rows are sorted by pair and cut
-into tiles of one pair each. An iteration of a loop gathers the rows and the pairs of a few tiles, multiplies them, and
-adds the products to those rows. So the work follows the number of rows that have a pair. Each of these is in a tile
-that may be padded: at most M + G * (tile - 1) rows in all, and no more tiles than rows. The memory of an iteration is
-bounded, whatever M and G are.
+Rows are sorted by pair and cut into tiles of one pair each. An iteration of a loop gathers the rows and the pairs of a
+few tiles, multiplies them, and adds the products to those rows. So the work follows the number of rows that have a
+pair, and memory is bounded.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def recurrence(
     """Run a recurrence over a ragged batch: return its outputs f32 [T, *shape], and the states after the step.
 
     The first num_decode sequences, or all if T is S, have one token at most and use the rule `single`; the others use
-    `chunk`. Zeros as a chunk's last tokens must leave the state unchanged.
+    `chunk`. If rows.width is above 1, all sequences use `single`, token by token. Zeros as a chunk's last tokens must
+    leave the state unchanged.
 
     Args:
       tokens: a tuple of arrays [T, n, ...]; the rules get them as float32.
@@ -76,6 +77,9 @@ def recurrence(
     all_single = num_tokens == num_seqs
     # Accelerators would multiply float32 in fewer bits.
     with jax.default_matmul_precision("float32"):
+        if rows.width > 1:
+            o, state = _few_tokens(tokens, o, state, rows, single)
+            return o[:num_tokens], state
         o, state = _single_tokens(tokens, o, state, rows, rows.num_seqs if all_single else rows.num_decode, single)
         if not all_single:
             o, state = _chunks(tokens, o, state, rows, chunk)
@@ -105,6 +109,39 @@ def _single_tokens(
         return first + block, o, write_rows(state, rows.writes[seq], m, live)
 
     _, o, state = lax.while_loop(lambda carry: carry[0] < end, work, (jnp.int32(0), o, state))
+    return o, state
+
+
+def _few_tokens(
+    tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rule: Rule
+) -> tuple[jax.Array, jax.Array]:
+    """Run `rule` over all sequences, each of at most rows.width new tokens, token by token and a few sequences at a
+    time, and return the updated (o, state). A state is read and written once. Arguments: see `_single_tokens`.
+    rows.saves is not used.
+    """
+    num_tokens, num_seqs = tokens[0].shape[0], rows.reads.shape[0]
+    block = max(2, min(SEQS, num_seqs))  # see _chunks: never a single row
+
+    def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        first, o, state = carry
+        seq = first + jnp.arange(block, dtype=jnp.int32)
+        live, seq = seq < rows.num_seqs, jnp.minimum(seq, num_seqs - 1)
+        begin = rows.cu_q_lens[seq]
+        counts = jnp.where(live, rows.cu_q_lens[seq + 1] - begin, 0)
+
+        def one(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            o, m = carry
+            token, has_token = begin + index, index < counts
+            own = jax.tree.map(lambda part: part[jnp.minimum(token, num_tokens - 1)].astype(jnp.float32), tokens)
+            out, after = rule(own, m)
+            o = o.at[jnp.where(has_token, token, o.shape[0])].set(out, mode="drop")
+            return o, jnp.where(has_token.reshape(-1, *(1,) * (m.ndim - 1)), after, m)
+
+        m = read_rows(state, jnp.where(counts > 0, rows.reads[seq], -1))
+        o, m = lax.fori_loop(0, rows.width, one, (o, m))
+        return first + block, o, write_rows(state, rows.writes[seq], m, counts > 0)
+
+    _, o, state = lax.while_loop(lambda carry: carry[0] < rows.num_seqs, work, (jnp.int32(0), o, state))
     return o, state
 
 

@@ -8,17 +8,27 @@ Shape letters: T new tokens, S sequences, R rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+# Fields of StateRows that are arrays.
+ARRAYS = "cu_q_lens", "reads", "writes", "saves", "num_seqs", "num_decode"
 
-class StateRows(NamedTuple):
+
+@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=("width",))
+@dataclass(frozen=True)
+class StateRows:
     """New tokens of S sequences, concatenated, and the rows of their states; every array is int32.
 
     Sequences from `num_seqs` on have no new tokens. A sequence without new tokens reads and writes nothing. No row may
     be written twice, or read by one sequence and written by another.
+
+    width: if above 1, no sequence has more new tokens, and they are computed one after the other instead of in chunks.
     """
 
     cu_q_lens: jax.Array  # [S + 1] first token of each sequence
@@ -27,6 +37,12 @@ class StateRows(NamedTuple):
     saves: jax.Array  # [S] second row for that state, used by sequences of several new tokens; R or more: none
     num_seqs: jax.Array  # [] live sequences
     num_decode: jax.Array  # [] sequences [0, num_decode) have exactly one new token
+    width: int = 1
+
+    def at(self, rows: Callable[[jax.Array], jax.Array]) -> StateRows:
+        """Return the same tokens with other rows: those that `rows` maps reads (without -1), writes and saves to."""
+        reads = jnp.where(self.reads < 0, -1, rows(self.reads))
+        return replace(self, reads=reads, writes=rows(self.writes), saves=rows(self.saves))
 
 
 def check_rows(rows: StateRows) -> None:
@@ -35,7 +51,8 @@ def check_rows(rows: StateRows) -> None:
     """
     num_seqs = rows.reads.size
     shapes = {"cu_q_lens": (num_seqs + 1,), "num_seqs": (), "num_decode": ()}
-    for field, array in zip(rows._fields, rows, strict=True):
+    for field in ARRAYS:
+        array = getattr(rows, field)
         shape = shapes.get(field, (num_seqs,))
         if array.dtype != jnp.int32 or array.shape != shape:
             raise ValueError(f"StateRows.{field} must be int32{list(shape)}, got {array.dtype}{list(array.shape)}")

@@ -25,7 +25,7 @@ class MediaItem:
     Attributes:
       modality: "image", "video" or "audio"; with EMBEDS, `patches` are the embeddings themselves, and nothing is
         encoded.
-      digest: of its decoded pixels and all processing of them; equal digests mean equal embeddings.
+      digest: digest of its decoded pixels and all processing of them; equal digests mean equal embeddings.
       positions: i32 [n], the prompt positions of its n embeddings, ascending.
       patches: f32 [P, F], input of the model's tower (jaxengine.models.config.tower), padded to a multiple of its unit.
       columns: i32 [C, P], integer inputs of each patch, -1 in padding.
@@ -68,7 +68,8 @@ class MediaItem:
 
     def in_windows(self, unit: int, merge: int) -> Iterator[MediaItem]:
         """Yield a sound of more than `unit` patches in parts of at most `unit` patches, in order, each with its own
-        digest. Parts without any embedding are left out. Yield any other item as it is.
+        digest. Parts without any embedding are left out. Only the first part keeps `cached`. Yield any other item as it
+        is.
 
         merge: patches of an output row; it must divide `unit`.
         """
@@ -138,9 +139,7 @@ class Media:
         return (0, 0) if self.joint is None else (int(self.joint[0]), int(self.joint[-1]) + 1)
 
     def in_windows(self, unit: int, merge: int) -> Media:
-        """Return a copy with long sounds split into parts that are encoded separately (MediaItem.in_windows), so that a
-        step need not encode all of one.
-        """
+        """Return a copy with long sounds split into parts that are encoded separately (MediaItem.in_windows)."""
         return replace(self, items=tuple(part for item in self.items for part in item.in_windows(unit, merge)))
 
     def marks(self, page_size: int) -> dict[int, bytes]:

@@ -19,8 +19,8 @@ NOT_FINITE = "logits are not finite"
 
 
 class RequestStatus(enum.Enum):
-    """State of a request: it has not run yet, it has a slot, it has lost its slot and will run again, or it has
-    ended.
+    """State of a request. WAITING: it has not run yet. RUNNING: it has a slot. PREEMPTED: it has lost its slot and will
+    run again. FINISHED: it has ended.
     """
 
     WAITING = "waiting"
@@ -33,7 +33,7 @@ class Wait(enum.IntEnum):
     """Reason why a waiting request may not run, even if there is room.
 
     NONE: there is no such reason. TOKEN: it was preempted, and its last sampled token is not known yet. APART: it waits
-    outside the queue for something that an extension provides, so that it blocks no other request.
+    outside the queue for something that an extension provides.
     """
 
     NONE = 0
@@ -42,8 +42,8 @@ class Wait(enum.IntEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Reason why a request ended, in the order of the members: a stop token or text; max_tokens or max_model_len; its
-    caller or its deadline; a fault; an output that repeats itself.
+    """Reason why a request ended. STOP: a stop token or stop string. LENGTH: max_tokens or max_model_len. ABORT: its
+    caller or its deadline. ERROR: a fault. REPETITION: its output repeats itself.
     """
 
     STOP = "stop"

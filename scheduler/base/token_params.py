@@ -145,9 +145,7 @@ class TokenParams(SamplingFields):
 
     @cached_property
     def steer_digest(self) -> bytes:
-        """SHA-256 of `steer`, computed once for the n outputs that share these parameters, as it may cover
-        megabytes.
-        """
+        """SHA-256 of `steer`, computed once for the n outputs that share these parameters."""
         digest = hashlib.sha256()
         for at, values in self.steer:
             digest.update(f"{at} {len(values)} ".encode() + values)

@@ -129,8 +129,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class TokenRows(NamedTuple):
-    """One token for each of n requests that stream every step. They are arrays because a Python loop over the requests
-    would dominate the time of a step.
+    """One token for each of n requests that stream every step.
 
     Attributes:
       tags: i32 [n] or i64 [n], Request.tag of each.

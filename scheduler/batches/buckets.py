@@ -41,9 +41,9 @@ class Buckets:
 
     Args:
       decode_sizes: numbers of sequences for decode-only steps; max_num_seqs is added.
-      mixed_sizes: numbers of tokens for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has
-        room for min(T - 1, max_num_seqs) sequences, since one row has at least two of T tokens, and the largest for
-        max_num_seqs.
+      mixed_sizes: numbers of tokens for steps with prefill; the larger of max_num_batched_tokens and max_num_seqs + 1
+        is added, and 1 is left out. There are none if max_num_batched_tokens is 1. Every mixed bucket has room for
+        min(T - 1, max_num_seqs) sequences.
       widths: numbers of tokens other than 1 that decodes may have in steps without prefill; each for at most
         `most_wide` sequences.
       sections: names of message sections; each mixed bucket also exists with all of them.
@@ -61,11 +61,7 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
-        """Create the buckets: decodes of decode_sizes and max_num_seqs rows, mixed ones of mixed_sizes tokens and the
-        most, each mixed one also with `sections` if there are any, and for each of `widths` decodes of several tokens.
-
-        Raises ValueError for a size in decode_sizes or mixed_sizes that is below 1 or beyond its limit.
-        """
+        """Create the buckets that the class describes, with its errors."""
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
             ("mixed_sizes", mixed_sizes := list(mixed_sizes), max_num_batched_tokens),

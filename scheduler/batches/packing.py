@@ -20,7 +20,7 @@ class StepInput:
 
     Attributes:
       bucket: the step's bucket.
-      buffer: i32 [replicas, layout.size], newly allocated, since the device may read it after the next one is written.
+      buffer: i32 [replicas, layout.size], newly allocated, as the device may read it after the next one is written.
         Each replica numbers its own slots from 0 to max_num_seqs - 1. The header's features are the same for all.
       overflow: page-table entries that did not fit, which must be written before the step. Their rows are numbered over
         all replicas.

@@ -1,4 +1,4 @@
-"""Running requests in columns with one row per slot, so that a step handles all of them with a few array operations."""
+"""Running requests in columns with one row per slot."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class Slots:
     whose ids the host has. They differ by the tokens of steps in flight. The first `num_fed` tokens were known when the
     request took the slot, and the host sends their ids; after them each step feeds the token sampled before it. `limit`
     is the number of tokens, prompt included, at which the request ends. `min_stop` is the number of tokens from which
-    on a stop token ends it. `epoch` changes with every owner, so that results of an earlier owner are recognised.
-    `last_step` is the number of the last step in which the slot had a row, and `last_token_time` the time at which its
-    last token arrived.
+    on a stop token ends it. `epoch` changes with every owner. `last_step` is the number of the last step in which the
+    slot had a row, and `last_token_time` the time at which its last token arrived.
 
     Attributes:
       requests: object [max_num_seqs], the owners, None for a free slot.
@@ -118,8 +117,8 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Free a slot, and change its epoch, by which tokens in flight are recognised as those of an earlier owner.
-        Store the known output, the time of the last token and slot -1 in its request.
+        """Free a slot, and change its epoch. Store the known output, the time of the last token and slot -1 in its
+        request.
         """
         request = self.requests[slot]
         assert request is not None

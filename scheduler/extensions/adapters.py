@@ -1,7 +1,7 @@
 """Assignment of adapter slots on the devices to LoRA adapters, and admission of requests whose adapter has one.
 
 Slots are pooled like pages: running requests hold their adapter's slot, and a slot that no request holds is reused, the
-least recently used first. A request whose adapter has no slot waits outside the queue, so that it blocks no other.
+least recently used first. A request whose adapter has no slot waits outside the queue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Slot:
       used: sequence number of its last assignment or use; larger is later.
       promised: the request that it was assigned for, until that request runs.
       claim: the first request waiting to take this slot from its present owner. Later requests for the owner must then
-        wait, too, so that the slot becomes free.
+        wait, too.
     """
 
     owner: Adapter | None = None
@@ -220,8 +220,7 @@ class AdapterSlots:
         """Return whether a slot may be taken for the request: it has no owner, or its owner is on the devices, no
         running request uses it, and it is not promised to a waiting request of the same or earlier order.
 
-        is_running: bool [slots], slots whose adapters running requests use. A promise to a later request is no reason
-        to wait, as that may wait for this one's claim.
+        is_running: bool [slots], slots whose adapters running requests use.
         """
         promised = slot.promised
         if slot.owner is None:

@@ -4,8 +4,7 @@ rows.
 A width's value is the expected number of tokens per row, for each second that its steps take. Both are measured while
 serving: acceptance of drafts, by draft position, and step times, by width and number of rows. Grammar drafts, which
 must be right, are known in advance. A width not yet tried at a number of rows is tried, and one that lost is tried
-again, because the load changes: soon after the choice has changed, ever more rarely while it does not, and when new
-prompts have come.
+again: soon after the choice has changed, ever more rarely while it does not, and when new prompts have come.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Stored(NamedTuple):
 
     Attributes:
       group: cache group of the pages.
-      digests: of the pages. parent: digest of the page before the first, None for none.
-      token_ids: of all these pages.
+      digests: digests of the pages. parent: digest of the page before the first, None for none.
+      token_ids: token ids of all these pages.
       lora: name of the adapter that computes them; None for none.
       extra_keys: for each page what its digest covers besides tokens: adapter, marks of media, cache salt (in the first
         page), digest of steering vectors; None for nothing.

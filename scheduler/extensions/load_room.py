@@ -24,7 +24,7 @@ class Load:
       keys: keys of the pages to load, those that the replica lacks, and after them that of a state, if any.
       num_tokens: number of tokens that need not be computed once all are loaded.
       num_more: number of pages that the request needs in addition to `pages` when it is admitted.
-      is_far: whether another engine has some of the keys, so that nobody knows when they come, or if.
+      is_far: whether another engine has some of the keys.
       came: time.monotonic() seconds at which a part of them came last, -inf before; the engine's extension sets it.
       is_done: whether all that came has been written into the pool; the engine's extension sets it.
     """
@@ -89,9 +89,8 @@ class LoadRoom:
 
     The slot and the pages of a request count from the start of its load until the request runs or has ended. Those of a
     load from another engine count only while it has a claim (`Load.has_claim`). Before that, and while nothing comes,
-    they count only for other loads from other engines, so that too many do not come at once. So an engine that is dead
-    or slow delays no load from this engine's own store for longer than STALL_SECONDS. If its pages come after all, they
-    may replace those of other loads, whose tokens are then computed.
+    they count only for other loads from other engines. If its pages come after all, they may replace those of other
+    loads, whose tokens are then computed.
 
     Pages that running requests hold are not free and do not count; pages of several loads count once.
 

@@ -3,9 +3,8 @@
 Pages and snapshots are stored under their digests when they are about to be overwritten, or as soon as they are filled.
 A request that could reuse a longer prefix with stored ones waits, outside the queue, while they are loaded. They become
 cached pages that no request holds, so its admission finds them like any others. No request waits twice for the same
-pages: if they were overwritten in the meantime, its tokens are computed. So that pages do not overwrite each other
-before their requests run, only as many are loaded at once as there are free pages and slots for. A request whose pages
-must wait for room stays first in the queue, so that no later one overtakes it.
+pages: if they were overwritten in the meantime, its tokens are computed. Only as many are loaded at once as there are
+free pages and slots for. A request whose pages must wait for room stays first in the queue.
 """
 
 from __future__ import annotations
@@ -218,12 +217,12 @@ class Offload(SchedulerExtension):
         return mode.upper()
 
     def weights_replaced(self) -> None:
-        """Set `is_own` to False, because the digests no longer stand for the current weights, and `is_due` to True."""
+        """Set `is_own` to False and `is_due` to True."""
         self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
-        """Unpin the stored content of a request that is running or has ended, and forget its load and that it was
-        checked.
+        """Forget everything about a request that got a slot or has ended: its load, whose room becomes free, its pinned
+        content, which is unpinned, and that it was checked or must stay in the queue.
         """
         for room in self.rooms:
             room.remove(request)
@@ -343,7 +342,7 @@ class RankOffload(RankExtension):
         return None if snapshots is None else snapshots.put(key[: -len(state_key(b""))])
 
     def clear(self) -> None:
-        """Drop all orders to store, because the pages' content is no longer valid."""
+        """Drop all orders to store."""
         for orders in (self.pages, self.states):
             orders.leaving.clear()
             orders.filled.clear()

@@ -1,8 +1,8 @@
 """Pool of image embeddings: which rows hold which image, which slots need it, and which images a step encodes.
 
 An image is encoded in the step whose chunk first reaches it, before that step's forward pass. Its rows are kept as long
-as a running request has tokens of it to compute; then until others need the room, least recently used first, so that
-the next request with the same image finds them. Videos are treated alike.
+as a running request has tokens of it to compute; then until others need the room, least recently used first. Videos are
+treated alike.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A cache group is a set of layers that need the same keys: those of all tokens, or those of a sliding window. All groups
 take pages of the same size from one pool, and each group has its own page table. `page_size` consecutive tokens of a
 slot form a *column*, for which each group has one page. A group with a window frees its pages as the window leaves
-them. (The layout is that of vLLM's hybrid KV cache manager.)
+them.
 
-Steps run on the device in the order in which they were scheduled. So a page that is freed while a step in flight still
-reads it is overwritten only after that step. This module handles slots and digests, not requests.
+Steps run in the order in which they were scheduled, so a freed page is overwritten only after the steps that read it.
+This module handles slots and digests, not requests.
 """
 
 from __future__ import annotations

@@ -126,15 +126,14 @@ class PagePool:
         self._num_blank += len(blank)
 
     def never_registered(self, pages: np.ndarray) -> bool:
-        """Return whether none of `pages` i32 [n] has been registered since it was allocated, so that each has at most
-        one owner. False if one of them is -1, which stands for no page.
+        """Return whether none of `pages` i32 [n] has been registered since it was allocated. False if one of them is
+        -1, which stands for no page.
         """
         return not self._was_registered[pages].any()
 
     def register(self, page: int, digest: bytes) -> None:
-        """Register a referenced page under the digest of its tokens, so that later requests find it, and call the
-        listeners' `registered`. Do nothing without enable_caching, if another page has this digest, or if the page
-        already has a digest.
+        """Register a referenced page under the digest of its tokens and call the listeners' `registered`. Do nothing
+        without enable_caching, if another page has this digest, or if the page already has a digest.
         """
         if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
             self._page_of[digest] = page

@@ -29,8 +29,8 @@ class FairQueue:
     the step that samples it is scheduled. Tokens computed again after preemption are not charged.
 
     When a client begins to wait, its counter is raised to the smallest counter of the clients that wait already, or to
-    that of the client that waited last, so that idle time earns it nothing. A counter that such a raise would reach
-    anyway is forgotten once its client neither waits nor runs; all are forgotten when no request waits or runs.
+    that of the client that waited last. A counter that such a raise would reach anyway is forgotten once its client
+    neither waits nor runs; all are forgotten when no request waits or runs.
 
     Attributes:
       size: number of waiting requests.
@@ -129,8 +129,8 @@ class FairQueue:
         self._service[self._numbers[request.client]] -= OUTPUT_WEIGHT
 
     def stop(self, request: Request) -> None:
-        """Count a request as no longer running, since it has lost its slot, and forget all clients if none waits or
-        runs. Call it after `push` if the request waits again.
+        """Count a request as no longer running, and forget all clients if none waits or runs. Call it after `push` if
+        the request waits again.
         """
         self._running[self._numbers[request.client]] -= 1
         self._forget_if_idle()

@@ -36,7 +36,7 @@ class WaitingQueue:
         return iter(self._entries)
 
     def push(self, request: Request) -> None:
-        """Add a request at the position that follows from its arrival_index and priority."""
+        """Add a request at its position in the order of the queue."""
         self._num_pushed += 1
         self.size += 1
         self.num_tokens += request.num_prompt_tokens

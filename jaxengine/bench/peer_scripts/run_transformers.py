@@ -1,7 +1,6 @@
 """Runs Hugging Face transformers on torch: `generate` over static batches of at most 8, sorted by length, left-padded.
 
-This is its fastest way to run ragged prompts (its own continuous batching is several times slower on CPU). When the
-workload allows it, a prefix shared by all prompts is computed once and its cache repeated.
+When the workload allows it, a prefix shared by all prompts is computed once and its cache repeated.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A loop counts as often as its known trip count, or once if that is data; of a conditional the most expensive branch
 counts. Work inside our kernels is not HLO and is not counted. Neither is a ragged product of XLA:TPU, whose work
-depends on data: it is written as a product of all rows with every matrix, masked, in a fusion that receives the starts
-of the groups. What a step needs at least is in jaxengine.check.model.roofline.
+depends on data. What a step needs at least is in jaxengine.check.model.roofline.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ def launches(module: Module, scope: str = "", trips: Sequence[int] = ()) -> int:
     """Return the number of kernels and copies that one run of a GPU's program launches.
 
     scope: count only those of one named scope, such as "layer_1"; "" counts all. A loop counts as often as it runs. A
-    conditional counts as one, because the host may wait for it, in addition to the branch that launches most. trips: as
-    in `moved_bytes`.
+    conditional counts as one in addition to the branch that launches most. trips: as in `moved_bytes`.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:

@@ -1,9 +1,9 @@
 """Estimated cycles of TPU kernels, from libtpu's static profile.
 
 libtpu's estimate walks the final instruction bundles with the known trip counts. It does not know HBM bandwidth, gives
-up on copies of data-dependent length, and counts a loop of unknown trip count as about one pass. So a block of keys is
-compiled by itself, once and several times, and the difference is the cost of a block. The figure detects regressions of
-a kernel's compute schedule when compared with itself (`--against`); it is not an absolute time.
+up on copies of data-dependent length, and counts a loop of unknown trip count as about one pass. So the cost of a block
+of keys is the difference of kernels with one and with several. The figure detects regressions of a kernel's compute
+schedule when compared with itself (`--against`); it is not an absolute time.
 """
 
 from __future__ import annotations

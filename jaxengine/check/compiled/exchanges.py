@@ -1,8 +1,7 @@
 """Lists the exchanges between devices in a compiled step and checks that the model accounts for all of them.
 
 Layers write exchanges (jaxengine.sharding.collectives) under named scopes, and XLA keeps the scope of each instruction.
-So an exchange belongs to a layer, to one of the few scopes around the layers, or was added by the compiler, which is
-reported.
+Exchanges outside of these scopes were added by the compiler, and are reported.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class Exchange:
       opcode: one of KINDS, as compiled.
       place: "layer 3", a scope of AROUND_LAYERS or ENCODING, or "" if the compiler added it.
       count: number of exchanges that the compiler combined in it; 0 for one that completes another.
-      elements: of its largest operand or result.
-      num_bytes: of its operands or of its results, whichever is larger.
+      elements: elements of its largest operand or result.
+      num_bytes: bytes of its operands or of its results, whichever is larger.
       text: description for messages.
       beside: whether it is in a branch of a conditional of which another branch, which exchanges as much or more, is
         counted.

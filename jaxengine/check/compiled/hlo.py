@@ -76,9 +76,9 @@ class Instruction:
       name: unique in its module.
       opcode: HLO's name of the operation, such as fusion.
       type_text: HLO type of the result.
-      elements: of the result; for a tuple, of its first array.
+      elements: elements of the result; for a tuple, those of its first array.
       fast: whether the result is in on-chip memory (TPU: VMEM), so that it is a prefetch and not a copy in HBM.
-      root: whether it is the result of its computation.
+      root: whether its result is that of its computation.
       rest: operands and attributes as text.
     """
 
@@ -141,7 +141,7 @@ class Module:
 def parse(text: str) -> Module:
     """Parse the text of a module, from `Compiled.as_text()` or XLA's dumps, and return the module.
 
-    Lines of another form are skipped, so text that is not HLO gives a module without computations.
+    Lines of another form are skipped.
     """
     module, body, name = Module(), [], ""
     for line in text.splitlines():
@@ -206,8 +206,8 @@ class MustNotCopy:
 
     Attributes:
       pools: element count -> name, of arrays that only in-place updates may produce.
-      weights: element count -> name, of arrays that are only read. An activation may have the same count by chance, so
-        an instruction counts only if its operand is a parameter of its computation.
+      weights: element count -> name, of arrays that are only read. An instruction counts only if its operand is a
+        parameter of its computation.
       states: HLO type such as "s32[256,128]" -> name, of arrays that are updated row by row; counted like weights.
     """
 

@@ -2,14 +2,14 @@
 themselves.
 
 Everything is abstract: shapes with shardings over a mesh of devices that need not exist. The programs are those of
-jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py, so a check sees what the engine
-would run. All sizes are of one device's part of an array.
+jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py. All sizes are of one device's part
+of an array.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ class CheckedProgram:
       is_step: whether it is a forward pass or an epilogue, not a kernel by itself.
       is_largest: whether it is the forward pass that determines the workspace.
       function: to be traced and compiled.
-      arguments: of the function: shapes with shardings.
+      arguments: arguments of the function, as shapes with shardings.
       donate: indices of donated arguments.
       work: bytes and operations for the roofline.
       must_not_copy: arrays that it must not copy.
@@ -381,8 +381,7 @@ class StagePrograms:
         """Return the arrays that a step must not copy: the pool `kv`, weight matrices, and state arrays and adapter
         pools of _SMALL bytes or more.
 
-        num_logits: rows of the step's logits. An array of their type is left out, because the logits may have a state's
-        type.
+        num_logits: rows of the step's logits. An array of their type is left out.
         """
         named = list(zip(self._names, self.params, strict=True))
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
@@ -390,12 +389,9 @@ class StagePrograms:
         weights = {math.prod(part_shape(leaf)): name for name, leaf in matrices}
         # The logits of a step over all slots have the type of a state array.
         logits = f"f32[{num_logits},{self.steps.own_vocab_size}]"
-        states = {}
         kept = jax.tree_util.tree_leaves_with_path(self.steps.state_shapes)
-        for name, leaf in [*pools, *((f"slot state{jax.tree_util.keystr(path)}", leaf) for path, leaf in kept)]:
-            text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
-            if part_bytes(leaf) >= _SMALL and text != logits:
-                states[text] = name
+        states = large_types([*pools, *((f"slot state{jax.tree_util.keystr(path)}", leaf) for path, leaf in kept)])
+        states.pop(logits, None)
         return replace(self._must_not_copy_pool(kv), weights=weights, states=states)
 
     def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
@@ -470,6 +466,17 @@ def _limit(spec: AttentionSpec) -> str:
 def _is_matrix(shape: Sequence[int]) -> bool:
     """Return whether a shape has more than one axis longer than 1."""
     return sum(size > 1 for size in shape) > 1
+
+
+def large_types(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return the names of arrays of _SMALL bytes or more by their HLO types, such as "s32[256,128]", on one device.
+    named: (name, array or shape with a sharding).
+    """
+    return {
+        f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]": name
+        for name, leaf in named
+        if part_bytes(leaf) >= _SMALL
+    }
 
 
 def _hlo_type(dtype: Any) -> str:

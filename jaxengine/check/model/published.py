@@ -1,7 +1,6 @@
 """Published config.json contents of some large models with layers of several kinds.
 
-They are read like a folder's own, so that a check compiles the layers that a checkpoint would get. Fields that do not
-affect shapes are left out.
+They are read like a folder's own. Fields that do not affect shapes are left out.
 """
 
 from __future__ import annotations

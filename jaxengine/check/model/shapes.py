@@ -193,9 +193,9 @@ def model_config(
 ) -> ModelConfig:
     """Return the shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
-    A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores: layers of one kind compile
-    alike, so checking a few is enough, while memory is planned for all. quantization: as in EngineConfig; None for the
-    model's own. keep_tables: with quantization gguf, keep token tables in their storage format.
+    A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores. quantization: as in
+    EngineConfig; None for the model's own. keep_tables: with quantization gguf, keep token tables in their storage
+    format.
 
     Raises:
       ConfigError: the name is none of these, or the model is quantised in another way.

@@ -53,8 +53,8 @@ def json_object(option: str, value: Any) -> Mapping[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return the representation of a value for a message, without its middle if it is longer than 1000 characters; its
-    type's name if an integer in it is too long to print.
+    """Return the repr of a value for a message, with "..." for its middle if it is longer than 1000 characters; a note
+    with its type's name if an integer in it is too long to print.
     """
     try:
         text = repr(value)
@@ -64,5 +64,5 @@ def _shown(value: Any) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer than `most` characters."""
+    """Return a text, with "..." in place of its middle if it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"

@@ -71,9 +71,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """Parse a command line like argparse's parse_known_args, but accept vLLM's spellings. Return (namespace, list
         of arguments that no option takes).
 
-        args: the arguments; None for those of sys.argv. `--help=WORD` prints help and ends the program. A parser with
-        subcommands only checks the first argument for it, and leaves the spelling of the others to the subcommand's
-        parser. Arguments after "--" are not translated.
+        args: the arguments; None for sys.argv without the program's name. `--help=WORD` prints help and ends the
+        program. A parser with subcommands only checks the first argument for it, and leaves the spelling of the others
+        to the subcommand's parser. Arguments after "--" are not translated.
         """
         words = list(sys.argv[1:] if args is None else args)
         has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)

@@ -113,7 +113,9 @@ def changed_code() -> list[Any]:
 
 
 class _Walk:
-    """Hash of values in breadth-first order; a value that was visited before is hashed as its number."""
+    """Hash of values in breadth-first order; a value that was visited before is hashed as its number. The order of
+    calls: `add` for each root, then `digest` once.
+    """
 
     def __init__(self):
         self._hash, self._waiting = hashlib.sha256(), deque[tuple[Any, str, frozenset[str]]]()

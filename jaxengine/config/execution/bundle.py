@@ -31,8 +31,8 @@ class BundleOptions:
 
     Attributes:
       bundle: folder that `jaxengine build` wrote: its steps are loaded and none is compiled. Options on which steps
-        depend must be the same as then, and the number of KV pages is the same. Loading runs code from it; see
-        docs/security.md.
+        depend must be as when it was built, and the number of KV pages is that of the bundle. Loading runs code from
+        it; see docs/security.md.
       bundle_key_file: file with the secret that the bundle is signed with; a bundle with another signature, or none, is
         refused. Without it, the folder must be your own or root's, and nobody else may write to it.
     """
@@ -43,7 +43,7 @@ class BundleOptions:
 
 def check_bundle(config: Any) -> None:
     """Raise ConfigError for options that contradict `bundle` (enforce_eager, fit, nnodes > 1, max_model_len "auto",
-    record_steps, attention_backend "XLA"), for a bundle_key_file without a bundle, and for an empty name.
+    record_steps, attention_backend "XLA"), for a bundle_key_file without a bundle, and for "" as `bundle`.
 
     config: an EngineConfig.
     """

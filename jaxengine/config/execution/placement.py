@@ -25,8 +25,8 @@ class PlacementOptions:
     Attributes:
       attention_backend: "PALLAS" for the platform's attention kernels, "XLA" for attention in plain XLA, "auto" for
         kernels where the platform has them. A kernel that fails its proof (kernel_proof) is replaced by XLA.
-      decode_context_parallel_size: devices that share the keys and values of a KV head. tensor_parallel_size decides
-        it; 1 accepts any number, and another must be that one.
+      decode_context_parallel_size: devices that share the keys and values of a KV head. The number follows from
+        tensor_parallel_size: 1 accepts whatever follows, and any other value must equal it.
       numa_bind: bind the engine's process, its threads and the memory that they allocate, to the NUMA nodes of its GPUs
         or TPUs. Linux only.
       numa_bind_nodes: the nodes, instead of those of the devices; as in vLLM, one for each device.

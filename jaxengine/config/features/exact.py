@@ -21,8 +21,7 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
     """Return {"compilation_config": step sizes for rl_exact}, with one size for decodes and one for other steps unless
     more were given; {} without rl_exact.
 
-    With rl_exact a step costs what its own tokens cost, so smaller sizes bring nothing. options: options of the engine,
-    with all defaults filled in. platform: name of the kernels' platform.
+    options: options of the engine, with all defaults filled in. platform: name of the kernels' platform.
 
     Raises ConfigError for an engine whose results would differ in bits from the trainer's: not on a CPU, split over
     devices, with adapters, drafts by a model or head, captures or steering; for a model that pools, has a tower,

@@ -16,12 +16,13 @@ QUERY, DOCUMENT = "query", "document"
 
 
 class TokenTask(NamedTuple):
-    """Way in which a task makes answers of the model's rows of a prompt's tokens.
+    """How a task about tokens makes its answer from the model's output rows, one for each prompt token.
 
     Attributes:
       columns: (first, end) of the columns of the model's rows that belong to the task; the end is excluded.
       activation: what use_activation applies: NORMALIZE, SOFTMAX, SIGMOID, IDENTITY or RELU.
-      left_out: ids of the special first and last token of a prompt whose rows are left out; None to keep the row.
+      left_out: ids of the special first and last token of a prompt whose rows are left out of the answer; None to keep
+        the row.
     """
 
     columns: tuple[int, int]

@@ -206,10 +206,11 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError if speculative_config is given and its drafts cannot be made or verified. options: fields of
     EngineConfig by name.
 
-    No method works with a model that pools or keeps recurrent states, several nodes, or steps of one token; "grammar"
-    needs a tokenizer. Drafts by a model need a single pipeline stage, no tower, a layer that keeps all keys (or
-    disable_hybrid_kv_cache_manager), and the tensor parallel size of the engine; "mtp" also the checkpoint's layer for
-    it, unless speculative_config names another checkpoint.
+    No method works with a model that pools or keeps states that cannot be rolled back, several nodes, or steps of one
+    token, nor with recurrent states and several pipeline stages or rl_exact; "grammar" needs a tokenizer. Drafts by a
+    model need a single pipeline stage, no tower, the tensor parallel size of the engine and, unless no layer attends, a
+    layer that keeps all keys (or disable_hybrid_kv_cache_manager); "mtp" also the checkpoint's layer for it, unless
+    speculative_config names another checkpoint.
     """
     if options[NAME] is None:
         return
@@ -220,7 +221,12 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if model.pooler is not None:
         raise refuse(f"{model.architecture} pools and generates nothing")
     if model.keeps_states:
-        raise refuse(f"{model.architecture} keeps states of sequences, which cannot be rolled back after a wrong draft")
+        if any(state.token_inputs is None for state in model.states):
+            raise refuse(f"{model.architecture} keeps states that cannot be rolled back after a wrong draft")
+        if options["rl_exact"]:
+            raise refuse(f"rl_exact is given, which writes the states of {model.architecture} token by token")
+        if (stages := options["pipeline_parallel_size"]) > 1:
+            raise refuse(f"pipeline_parallel_size is {stages}, and {model.architecture} keeps states of sequences")
     if options["nnodes"] > 1:
         raise refuse(f"nnodes is {options['nnodes']}, and an engine of several processes verifies no drafts yet")
     if options["max_num_batched_tokens"] < 2:
@@ -239,7 +245,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if model.tower is not None:
         raise refuse(f"{model.architecture} takes images, and {chosen.method} does not", "limit each modality to 0")
     hybrid = not options["disable_hybrid_kv_cache_manager"]
-    if hybrid and all(each.reach is not None for each in model.attention):
+    if hybrid and model.attending and all(each.reach is not None for each in model.attending):
         why = f"every layer of {model.architecture} frees keys that {chosen.method} needs"
         raise refuse(why, "give disable_hybrid_kv_cache_manager, which keeps them, or leave it out")
     if (size := chosen.draft_tensor_parallel_size) not in (None, options["tensor_parallel_size"]):

@@ -20,14 +20,14 @@ class KVEventsConfig:
     """Settings by which the events of an engine's pages are published. Fields are vLLM's.
 
     Attributes:
-      enable_kv_cache_events: publish any.
+      enable_kv_cache_events: whether events are published.
       publisher: one of PUBLISHERS; None for "zmq".
       endpoint: ZeroMQ address that subscribers connect to: one with a "*" or of ipc is bound, any other connected to.
         Replicas after the first use the following ports.
       replay_endpoint: address at which earlier batches can be requested; None if they cannot.
-      buffer_steps: batches that are kept for that.
+      buffer_steps: number of batches kept for such requests.
       hwm: messages that wait for a slow subscriber at most; later ones are dropped, and leave a gap in the numbers.
-      topic: of the messages.
+      topic: topic of the messages.
     """
 
     enable_kv_cache_events: bool = False

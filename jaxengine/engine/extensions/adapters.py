@@ -63,8 +63,8 @@ class Adapters(LoopExtension):
         self.store.set_rows(step, self.loop.scheduler.config.max_num_seqs)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Call `poll` again and return its events, so that adapters to which the scheduler has just given slots begin
-        to load at once. step: not used.
+        """Call `poll` again and return its events: adapters that have just been given slots begin to load. step: not
+        used.
         """
         return self.poll()
 
@@ -128,8 +128,7 @@ class Adapters(LoopExtension):
             reset_caches(scheduler)
 
     def _unload(self, name: str) -> None:
-        """Remove an adapter's name, so that no further request can use it; unfinished requests keep the adapter to
-        their end.
+        """Remove an adapter's name; unfinished requests keep the adapter to their end.
 
         Raises RequestError for an unknown name.
         """

@@ -117,8 +117,7 @@ class Arrivals(LoopExtension):
 def _new_file(path: Path) -> tuple[Path, BinaryIO]:
     """Create a file that only its owner may read and open it; return its path and the unbuffered file.
 
-    The path is `path`, or if that exists `path`.1, .2 and so on, so that an engine that is started again does not
-    overwrite a trace. Raises OSError if the file cannot be created.
+    The path is `path`, or if that exists `path`.1, .2 and so on. Raises OSError if the file cannot be created.
     """
     for number in count():
         own = path if not number else path.with_name(f"{path.name}.{number}")

@@ -1,7 +1,7 @@
 """Choice of an engine's extensions: some are needed from the start because of options, others once a request needs
 them.
 
-An extension's module is imported where the extension is made, so that an engine loads only the modules that it uses.
+An extension's module is imported where the extension is made.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ class Extensions:
         return found
 
     def _absent_utilities(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yield (name, function) for the utilities of the adapters, weights and media extensions if these have not been
-        made: functions that return what is true without them, those of weights make the extension first, and those that
-        load or unload adapters raise RequestError.
+        """Yield (name, function) for the utilities of the adapters, weights and media extensions that have not been
+        made. The functions of weights make the extension first; those that load or unload adapters raise RequestError
+        in an engine without enable_lora; the others return what is true without the extension.
         """
         if "adapters" not in self.by_name:
             yield from (("adapter_forms", list), ("adapters", list))

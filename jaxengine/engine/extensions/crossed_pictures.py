@@ -18,7 +18,7 @@ class CrossedPictures(Pictures):
     name: ClassVar[str] = NAME
 
     def prepare(self, request: Request) -> None:
-        """Do nothing: images are not cut."""
+        """Do nothing: images, unlike sounds, are not cut into windows."""
 
     def before_forward(self, step: ScheduledStep) -> None:
         """Dispatch and count the encoder's calls, and send the images of requests that are new in their slots to the

@@ -48,7 +48,7 @@ class Pictures(LoopExtension):
     """Loop extension for requests with images and videos.
 
     Attributes:
-      name: of the capability.
+      name: name of the capability.
       stats: counts of items, encoder calls and bytes.
     """
 

@@ -68,8 +68,7 @@ class RoutedExperts(LoopExtension):
     """Loop extension that returns the routed experts of all tokens to all requests, each token once.
 
     A preempted or held request is computed again from its first token. It keeps the experts with which its tokens were
-    sampled; those of the second computation are left out. Steps are collected in order, so a page's experts are read
-    after all steps that wrote them, and before any step that overwrites them.
+    sampled; those of the second computation are left out.
     """
 
     def __init__(self) -> None:
@@ -98,8 +97,7 @@ class RoutedExperts(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         """Exclude the request from prefix-cache hits, by `reads_prompt` of its params, if the experts of pages are not
-        kept: without prefix caching, and if all layers have windows, so that a prefix can be found without all of its
-        pages.
+        kept: without prefix caching, and if all layers have windows.
         """
         if self._group is None:
             request.params = replace(request.params, reads_prompt=True)

@@ -23,8 +23,7 @@ class Sessions(LoopExtension):
     """Loop extension that copies a session's pages to host memory when a request of the session ends, and pins them
     there.
 
-    Together sessions pin half of host memory at most. The pages of the least recently used sessions are unpinned first,
-    so that other stored pages may replace them.
+    Together sessions pin half of host memory at most. The pages of the least recently used sessions are unpinned first.
 
     Attributes:
       kept: keys of each session's pages, by session, the least recently used first.

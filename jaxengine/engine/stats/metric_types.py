@@ -30,7 +30,7 @@ class Vector:
     """Counters of one name by position, as vLLM's class of this name. /metrics has each with a label `position`.
 
     Attributes:
-      name: of the metric.
+      name: name of the metric.
       values: the counters, the first position first.
       labels: labels that distinguish metrics of one name.
     """
@@ -54,7 +54,7 @@ class Histogram:
     """Distribution of observations.
 
     Attributes:
-      name: of the metric.
+      name: name of the metric.
       buckets: cumulative counts of observations by upper bound, the last bound "+Inf", as in Prometheus.
       sum, count: sum and number of all observations.
       labels: labels that distinguish metrics of one name.

@@ -37,7 +37,7 @@ class HttpCounts:
 
     def observe(self, method: str, route: str, status: str, seconds: float) -> None:
         """Count a request that took `seconds`. route: a route pattern of the server, such as "/v1/models/{name}", not
-        the path that a client sent, so that clients cannot add rows without bound.
+        the path that a client sent, which would add rows without bound.
         """
         self._row(method, route, status).observe(seconds)
 

@@ -267,7 +267,8 @@ class RequestStats:
         """Count the end of a request as its caller saw it, and return how many of its tokens the caller did not get.
 
         reason, num_output: finish reason and number of output tokens that the caller got; None for the request's own.
-        Requests without an output token are left out of the histograms of prefill, decode and inference times.
+        Requests without an output token are left out of the histograms of prefill, decode and inference times and of
+        computed tokens.
         """
         reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output

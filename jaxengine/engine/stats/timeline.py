@@ -26,7 +26,7 @@ class StepRecord:
     """Times and counts of one step.
 
     Attributes:
-      number: of the step, counted from the engine's start.
+      number: number of the step, counted from the engine's start.
       start, scheduled, prepared, dispatched: when scheduling began, when it was done, when the step's message was
         written, and when the forward pass was dispatched.
       idle_since: when the device ran out of work, as far as the host can tell; None if it was still busy.

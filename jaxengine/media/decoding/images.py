@@ -28,7 +28,7 @@ ALLOWED = ", ".join(IMAGES)
 
 class _Jpeg(JpegImagePlugin.JpegImageFile):
     def _read_dpi_from_exif(self) -> None:
-        """Do nothing: the resolution is not used, and finding it would mean parsing untrusted EXIF."""
+        """Do nothing: the resolution is not used."""
 
 
 class _Tiff(TiffImagePlugin.TiffImageFile):
@@ -81,10 +81,7 @@ _ARRAYS = "uint8 of shape [H, W, 3], [H, W, 4], [H, W, 1] or [H, W]"
 
 
 def quiet_pillow() -> None:
-    """Switch off the warnings and the log of Pillow for the whole process, since untrusted files could fill them.
-
-    Python stores every different text of a warning for ever, unless it is ignored.
-    """
+    """Switch off the warnings and the log of Pillow for the whole process."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("PIL").setLevel(logging.CRITICAL + 1)
 
@@ -279,7 +276,7 @@ def _noted_orientation(image: Image.Image) -> Any:
     """Return the EXIF orientation of a PIL image object, whose metadata Python code may have changed; unchecked,
     usually 1 to 8.
 
-    None if it has none or it cannot be read: faulty metadata are no reason to refuse an image.
+    None if it has none or it cannot be read.
     """
     try:
         return image.getexif().get(ORIENTATION)

@@ -1,7 +1,6 @@
 """Orientation in an image's metadata, which tells how the camera was held.
 
-Metadata are untrusted, so only this number is searched for: Pillow would read all of a directory that may have 65,535
-entries, each of them with as many values as the file has bytes.
+Metadata are untrusted, so only this number is searched for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decodes sound files and arrays to samples of one channel at the rate of a model.
 
 WAV is read here, other files with PyAV (FFmpeg), which the extra `video` installs. What an untrusted file can reach of
-FFmpeg is limited as for videos: one container chosen by its first bytes, no other files, only the usual codecs.
+FFmpeg is limited as for videos (video_files).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield (kind, content) of the chunks of a RIFF file; content is a view, shorter than announced if the
-    file is cut. Samples announced as 0 bytes are all that follow: a program that writes a stream knows no length.
+    """Yield (kind, content) of the chunks of a RIFF file; content is a view, shorter than announced if the file is cut.
+    Samples announced as 0 bytes, as by a program that writes a stream, are all that follow.
     """
     view, at = memoryview(data), 12
     while at + 8 <= len(data):
@@ -168,9 +168,8 @@ def _linear(codes: np.ndarray, is_mu: bool) -> np.ndarray:
 def _read_av(data: bytes, name: str, budget: SecondsBudget, model_rate: int) -> np.ndarray:
     """Return samples f32[N] at model_rate of a sound file, decoded by PyAV, and take their seconds from the budget.
 
-    name: the file's type, a key of _DEMUXERS. Samples are resampled while they are decoded, because a small file may
-    have many at a high rate. Raises MediaError without PyAV, for a damaged file, no sound in it, a codec that is not
-    allowed, and more seconds than the budget has.
+    name: the file's type, a key of _DEMUXERS. Raises MediaError without PyAV, for a damaged file, no sound in it, a
+    codec that is not allowed, and more seconds than the budget has.
     """
     try:
         import av  # pyright: ignore[reportMissingImports]

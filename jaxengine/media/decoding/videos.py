@@ -61,7 +61,8 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode the bytes of a video file or an animated image to sampled frames, and take their pixels from the budget.
+    """Return the sampled frames of a video file or an animated image, given as its bytes; take their pixels from the
+    budget.
 
     Raises MediaError for other types, damage, and more bytes, frames or pixels than allowed.
     """
@@ -74,8 +75,9 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an animated image as `_decode` does; its frames must have one size. Raises MediaError also after the
-    processor time of TimedFile.
+    """Return the sampled frames of an animated image, which must have one size, with their times; take their pixels
+    from the budget. data: bytes of the file. Raises MediaError for a damaged file, too many frames or pixels, and after
+    the processor time of TimedFile.
     """
     image, file = open_image(data, options)
     name = image.format or "animation"

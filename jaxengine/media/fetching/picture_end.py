@@ -1,7 +1,4 @@
-"""Finds where an image's file ends, so that bytes after it need not be kept.
-
-Decoders ignore such bytes, and so do hashes of pixels. Of a file that cannot be followed to its end, all bytes count.
-"""
+"""Finds where an image's file ends, so that bytes after it need not be kept."""
 
 from __future__ import annotations
 

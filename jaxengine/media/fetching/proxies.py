@@ -43,9 +43,10 @@ class Proxy(NamedTuple):
 def proxy_of(scheme: str, host: str, port: int, options: MediaOptions, until: float) -> Proxy | None:
     """Return the proxy through which a host is reached by http or https (`scheme`), looked up; None without a proxy.
 
-    With options.media_proxy PROXY_OF_ENVIRONMENT it is that of HTTP_PROXY or HTTPS_PROXY, or else ALL_PROXY, in either
-    case of letters, unless NO_PROXY lists the host. until: deadline in time.monotonic seconds. Raises MediaError for an
-    unknown host and for a variable that is not http://HOST:PORT, TimeoutError after the deadline.
+    It is options.media_proxy, "" for none; with PROXY_OF_ENVIRONMENT that of HTTP_PROXY or HTTPS_PROXY, or else
+    ALL_PROXY, in either case of letters, unless NO_PROXY lists the host. until: deadline in time.monotonic seconds.
+    Raises MediaError for an unknown host and for an option or variable that is not http://HOST:PORT, TimeoutError after
+    the deadline.
     """
     named = options.media_proxy
     if named == PROXY_OF_ENVIRONMENT:

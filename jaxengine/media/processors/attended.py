@@ -39,7 +39,7 @@ class AttendedProcessor:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def placeholder(self, modality: str) -> str:
-        """Return "", since prompts have no placeholder of the sound."""
+        """Return ""."""
         return ""
 
     def item(self, patches: np.ndarray, columns: np.ndarray) -> Processed:

@@ -35,8 +35,9 @@ class AudioFlamingo3Processor(SoundProcessor):
     usual_token: ClassVar[int] = 151669
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. The longest sound, max_audio_len seconds, is cut to whole windows. Raises
-        what SoundProcessor does, also for windows that are not the tower's, and a longest sound of less than a window.
+        """Read the checkpoint's settings, and set `most_samples`: max_audio_len seconds, cut to whole windows.
+        audio_token_id may be missing in config_json. Raises the errors of SoundProcessor, and ModelFileError for
+        windows that are not the tower's and a max_audio_len of less than a window.
         """
         given = {name: value for name, value in config_json.items() if value is not None}
         super().__init__(folder, {"audio_token_id": self.usual_token, **given}, model_config, tokenizer)
@@ -83,8 +84,8 @@ class MusicFlamingoProcessor(AudioFlamingo3Processor):
     usual_marks: ClassVar[Mapping[str, int]] = {"audio_bos_token_id": 151670, "audio_eos_token_id": 151671}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises what AudioFlamingo3Processor does, also for tokens before and after a
-        sound that are not in the vocabulary.
+        """Read the checkpoint's settings, and set `marks`, the tokens before and after a sound. Raises the errors of
+        AudioFlamingo3Processor, and ModelConfigError for a mark that is not in the vocabulary.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         fields = ConfigFields(config_json)
@@ -110,8 +111,8 @@ class GlmAsrProcessor(AskedTranscripts, AudioFlamingo3Processor):
     around = ("<|begin_of_audio|>", "<|end_of_audio|>")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings, and `request`, its default_transcription_prompt. Raises what
-        AudioFlamingo3Processor does.
+        """Read the checkpoint's settings, and set `request`, default_transcription_prompt of its processor_config.json.
+        Raises the errors of AudioFlamingo3Processor.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})

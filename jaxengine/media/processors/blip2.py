@@ -24,7 +24,9 @@ class Blip2Processor(LlavaProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError or ModelFileError for missing or invalid ones."""
+        """Read the checkpoint's settings, and store the model's bos_token_id, which may be None. Raises
+        ModelConfigError or ModelFileError for missing or invalid ones.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         self._bos: int | None = model_config.bos_token_id
 

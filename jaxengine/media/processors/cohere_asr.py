@@ -42,11 +42,11 @@ class CohereAsrProcessor(PieceProcessor):
     """
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings.
+        """Read the settings of spectrograms, and set `languages`: those of which the tokenizer has a token.
 
-        folder: folder of the checkpoint. model_config: with the tower's sizes. config_json: not used. tokenizer: None
-        without one. Raises ModelFileError for settings that are invalid or not the tower's, and for a tokenizer without
-        the tokens of a prompt.
+        folder: of the checkpoint. model_config: has the tower's sizes. config_json: not used. tokenizer: None without
+        one. Raises ModelFileError for settings that are invalid or not the tower's, and for a tokenizer without the
+        tokens of a prompt.
         """
         tower: Any = model_config.tower
         self.num_frames, self.num_bins, self.tokenizer = tower.unit, tower.num_features, tokenizer

@@ -49,8 +49,8 @@ class DeepseekVL2Processor(UnitProcessor):
     colour: list[int]
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and its token of images. Raises ModelConfigError or ModelFileError for missing
-        or invalid ones.
+        """Read the checkpoint's settings, and look up the token of images, image_token of processor_config.json. Raises
+        ModelConfigError or ModelFileError for missing or invalid settings, and for a text that is not one token.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         path = Path(folder) / WHOLE
@@ -66,7 +66,8 @@ class DeepseekVL2Processor(UnitProcessor):
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the sizes of images and the colour of margins. Raises ModelConfigError for sizes that are not
-        multiples of the tower's image_size, and for patches and squares other than the tower's.
+        multiples of the tower's image_size or have more than _MAX_TILES tiles, and for patches and squares other than
+        the tower's.
         """
         fields.require(patch_size=self.patch, downsample_ratio=self.tower.factor)
         listed = fields.value(_SIZES, self.config_fields.value(_SIZES, [[self.side, self.side]]))

@@ -36,8 +36,8 @@ class EagleTiles(TextPlaceholderProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for a missing or invalid token of images,
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings, and set <image> as the placeholder text of images. Raises ModelConfigError
+        for a missing or invalid token of images, ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.place_text(Path(folder), "the tokenizer's <image>", "<image>")

@@ -112,8 +112,9 @@ class Gemma3Processor(UnitProcessor):
         return merged_newlines(token_ids, owners, self.tokenizer)
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """Cut an elongated image, uint8 [H, W, 3], into a row or column of crops: as many as the rounded ratio of its
-        sides, or as have the least size, at least two unless options limit them to one.
+        """Return the crops of an elongated image, uint8 [H, W, 3], in a row or column: as many as the rounded ratio of
+        its sides or as have the least size, whichever are fewer; at least two, but no more than the options
+        allow.
 
         [] for an image whose sides' ratio is below the limit, or whose crops would be too small. options:
         mm_processor_kwargs. Raises RequestError for an invalid option.

@@ -46,8 +46,7 @@ class Settings(NamedTuple):
 class Gemma4Processor(GridProcessor):
     """Processor of the images and videos of Gemma4ForConditionalGeneration.
 
-    A model whose images attend to themselves in both directions takes no video: all frames would have to be in one
-    step.
+    A model whose images attend to themselves in both directions takes no video.
 
     Args:
       folder: of the checkpoint.
@@ -59,7 +58,8 @@ class Gemma4Processor(GridProcessor):
     needs_grid = False
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
+        """Read the checkpoint's token ids and, by modality, its `sizes`. `modalities` has "video" unless the tower's
+        patches attend in both directions. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
         invalid settings.
         """
         super().__init__(model_config)
@@ -223,7 +223,8 @@ class Gemma4Processor(GridProcessor):
         return high * self.factor, wide * self.factor
 
     def _in_patches(self, height: int, width: int, budget: int) -> tuple[int, int]:
-        """Return the size of an image of (height, width) pixels after resizing, as (rows, columns) of patches.
+        """Return the size of an image of (height, width) pixels after resizing, as (rows, columns) of patches. budget:
+        limit of embeddings.
 
         Raises RequestError for an extreme aspect ratio.
         """

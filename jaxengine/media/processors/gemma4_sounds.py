@@ -46,8 +46,8 @@ class Gemma4SoundProcessor(SoundProcessor):
     chunk = 4  # frames of an embedding
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings and the tokens before and after a sound. Raises ModelConfigError for invalid
-        token ids, ModelFileError for invalid settings.
+        """Read the checkpoint's settings, and set `marks`, the tokens before and after a sound. Raises ModelConfigError
+        for invalid token ids, ModelFileError for invalid settings.
         """
         fields = ConfigFields(config_json).with_defaults(**_IDS)
         super().__init__(folder, fields.raw, model_config, tokenizer)

@@ -30,8 +30,8 @@ class Glm4v9bProcessor(TextPlaceholder, UnitProcessor):
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings and tokens. Raises ModelConfigError for missing tokens, ModelFileError for
-        invalid settings.
+        """Read the checkpoint's settings, and the tokens before, of and after an image's patches: boi_token_id,
+        pad_token_id and eoi_token_id. Raises ModelConfigError for missing tokens, ModelFileError for invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self._begin, self._patch, self._end = (self.token_id(f"{name}_token_id") for name in ("boi", "pad", "eoi"))

@@ -32,8 +32,9 @@ class GraniteDoclingProcessor(TilesProcessor):
     dense_limits: tuple[float, float, float]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles. Raises ModelConfigError for a size other than the tower's, for limits out
-        of range, and for a `fine_route` that is true: four times as many embeddings are not supported.
+        """Read and set the limits of tiles, whether pages are cut, and `dense_tiles` and `dense_limits`. Raises
+        ModelConfigError for a size other than the tower's, for limits out of range, and for a `fine_route` that is
+        true: four times as many embeddings are not supported.
         """
         fields.require(fine_route=False)
         super().read_settings(fields)
@@ -55,8 +56,8 @@ class GraniteDoclingProcessor(TilesProcessor):
         return all_dense.largest(modality)
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the (rows, columns) whose aspect ratio is nearest to the page's, as the base class does. most: limit
-        of tiles, which `dense_tiles` replaces for pages within dense_limits.
+        """Return the base class's (rows, columns) of tiles, least to most, or, for pages within dense_limits, (1, 1) if
+        `dense_tiles` is 1, and otherwise those with `dense_tiles` as the limit. height, width: of the page, in pixels.
         """
         found = super().tiling(height, width, least, most)
         scale, narrowest, widest = self.dense_limits

@@ -253,8 +253,7 @@ def learned_places(count: int, side: int) -> np.ndarray:
     """Return the index of each of `count` patches along a side among the `side` learned positions there, i64[count]:
     patches are spread evenly over them.
 
-    Computed in float32 as by the code that SigLIP over images of any shape was published with (that of Idefics2), whose
-    rounding decides at some borders.
+    Computed in float32, whose rounding decides at some borders, as by Idefics2's published code.
     """
     borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
     share = np.float32(1) / np.float32(max(count, 1))

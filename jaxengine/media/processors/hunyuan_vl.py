@@ -117,8 +117,9 @@ class HunYuanVLProcessor(LinedProcessor):
     ends: ClassVar[tuple[int, ...]] = (_BEGIN, _END)
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
-        invalid settings, and for cat_extra_token false, without the embeddings before and after an image.
+        """Read the checkpoint's settings; token ids that config_json lacks have defaults. Raises ModelConfigError for
+        invalid token ids, ModelFileError for missing or invalid settings, and for cat_extra_token false, without the
+        embeddings before and after an image.
         """
         fields = ConfigFields(config_json)
         tokens = {"image_token_id": fields.integer("image_token_id", _IMAGE, minimum=0)}
@@ -152,8 +153,8 @@ class HYV4VLProcessor(LinedProcessor):
     around_name: ClassVar[str | None] = None
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
-        invalid settings.
+        """Read the checkpoint's settings; the token of images has a default. Raises ModelConfigError for invalid token
+        ids, ModelFileError for missing or invalid settings.
         """
         config_json = ConfigFields(config_json).with_defaults(image_token_id=_IMAGE).raw
         super().__init__(folder, config_json, model_config, tokenizer)

@@ -105,8 +105,8 @@ class KimiK25Processor(KimiMediaProcessor):
     modalities = ("image", "video")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings of images and videos. Raises ModelConfigError for invalid token ids,
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings of images, and set frame_pixels and frame_limit by those of videos or else of
+        images. Raises ModelConfigError for invalid token ids, ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, found = read_settings(Path(folder), VIDEOS, IMAGES)

@@ -52,8 +52,8 @@ class KimiVLProcessor(GridProcessor):
     needs_grid = False
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for an invalid placeholder token, ModelFileError for
-        missing or invalid settings.
+        """Read the placeholder token (`read_tokens`), and set `pixels` and `limit` (`read_images`). Raises
+        ModelConfigError for an invalid placeholder token, ModelFileError for missing or invalid settings.
         """
         super().__init__(model_config)
         self.tokenizer = tokenizer

@@ -24,8 +24,8 @@ class Lfm3VlProcessor(Qwen3VLProcessor):
     """Processor of Lfm3VlForConditionalGeneration."""
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
-        invalid settings.
+        """Read the checkpoint's settings; token ids that config_json lacks have defaults. Raises ModelConfigError for
+        invalid token ids, ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, ConfigFields(config_json).with_defaults(**_TOKENS).raw, model_config, tokenizer)
 

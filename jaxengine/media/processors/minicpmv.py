@@ -79,8 +79,9 @@ class MiniCPMVProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings, and tokenize the start and end texts of crops. Raises ModelConfigError
-        without a tokenizer and for an invalid config.json, ModelFileError for missing or invalid settings.
+        """Read the placeholder token and the checkpoint's settings, and tokenize the texts before and after crops.
+        Raises ModelConfigError without a tokenizer and for an invalid config.json, ModelFileError for missing or
+        invalid settings.
         """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")

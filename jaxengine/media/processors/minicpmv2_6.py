@@ -28,8 +28,8 @@ class ResampledProcessor(TextPlaceholder, MiniCPMVProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer and for an invalid config.json,
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings, and set the placeholder text of images. Raises ModelConfigError without a
+        tokenizer and for an invalid config.json, ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.place_text(Path(folder), "the placeholder of images", _PLACEHOLDER)

@@ -39,8 +39,8 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
-        invalid settings.
+        """Read the checkpoint's token ids, settings of Qwen2VLProcessor and `segment_steps`. Raises ModelConfigError
+        for invalid or equal token ids, ModelFileError for missing or invalid settings.
         """
         fields = ConfigFields(config_json)
         tokens = {

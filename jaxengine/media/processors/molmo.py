@@ -31,8 +31,8 @@ class MolmoProcessor(CropsProcessor):
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and look its tokens up. Raises ModelConfigError or ModelFileError for invalid
-        settings, and for missing tokens.
+        """Read the checkpoint's settings and look up the ids of its tokens. Raises ModelConfigError or ModelFileError
+        for invalid settings, and for missing tokens.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         found = {text: self.ids(text) for text in (_PATCH, _COLUMN, _START, _END, _IMAGE)}
@@ -42,7 +42,8 @@ class MolmoProcessor(CropsProcessor):
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the limit of crops and their margins. Raises ModelConfigError for sizes other than the tower's,
-        for margins that cut windows, and for images whose margins are not marked.
+        a limit out of range, margins that cut windows, and images whose margins are not marked (image_padding_mask
+        false).
         """
         fields.require(image_padding_mask=True)
         grid, self.pooling = self.tower.vit.grid, (_WINDOW, _WINDOW)

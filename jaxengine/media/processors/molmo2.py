@@ -239,8 +239,9 @@ class Molmo2Processor(CropsProcessor):
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and look its tokens up. Raises ModelConfigError or ModelFileError for missing
-        or invalid settings, and for missing tokens.
+        """Read the checkpoint's settings and look up the ids of its tokens. `modalities` has "video" only if
+        `video_pooling` is not None. Raises ModelConfigError or ModelFileError for missing or invalid settings, and for
+        missing tokens.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.video_pooling, self.max_fps = self._read_videos(Path(folder))
@@ -350,9 +351,8 @@ class Molmo2Processor(CropsProcessor):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its placeholders expanded for its items, given by modality in order, after the
-        tokenizer's first token, which is added where it is missing. With a video the prompt's text is tokenized again,
-        because the first frame's time belongs to the text before it. `joint` of the result are the positions of all
-        tokens of items.
+        tokenizer's first token, which is added where it is missing. With a video the prompt's text is tokenized again.
+        `joint` of the result are the positions of all tokens of items.
 
         Raises RequestError for another number of items than placeholders, for several videos, and for a video with
         images.
@@ -377,8 +377,6 @@ class Molmo2Processor(CropsProcessor):
 def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return uint8[H, W, 3] resized to uint8[height, width, 3], linearly between the two by two pixels around a place,
     however many there are (torch's bilinear interpolation without antialiasing), rounded half to even.
-
-    In integers: where torch's float32 is next to a half, it depends on the machine which way it rounds.
     """
     if picture.shape[:2] == (height, width):
         return picture

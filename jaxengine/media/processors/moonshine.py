@@ -35,9 +35,9 @@ class MoonshineProcessor(PieceProcessor):
     search, window = 5 * RATE, RATE // 10
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings.
+        """Read the checkpoint's settings, and set the attributes.
 
-        folder: folder of the checkpoint. config_json: content of its config.json. model_config: with the tower's sizes.
+        folder: of the checkpoint. config_json: content of its config.json. model_config: has the tower's sizes.
         tokenizer: None without one. Raises ModelFileError for settings that are invalid or not the tower's,
         ModelConfigError for a `decoder_start_token_id` that the vocabulary lacks.
         """

@@ -54,9 +54,8 @@ def mrope_positions(num_tokens: int, runs: Sequence[EmbeddingRun]) -> tuple[np.n
 
     runs: runs of the prompt's embeddings, in order; all other tokens are text. Text advances all three coordinates.
     Embeddings count from the end of the text before them, each by its coordinates in the grid, and the following text
-    begins after their largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section 2.1, and transformers 4;
-    transformers 5.23 begins after the larger of rows and columns, which is less if a video has more temporal steps than
-    rows and columns). The delta is M-RoPE position minus token position.
+    begins after their largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section 2.1, and transformers 4,
+    but not 5.23). The delta is M-RoPE position minus token position.
     """
     places = np.zeros((3, num_tokens), np.int32)
     position = place = 0

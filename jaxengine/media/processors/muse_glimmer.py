@@ -55,8 +55,8 @@ class MuseGlimmerProcessor(GridProcessor):
     frames_first = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
-        invalid settings.
+        """Read the checkpoint's token ids, and the pixel transform and limit of each modality. Raises ModelConfigError
+        for invalid or equal token ids, ModelFileError for missing or invalid settings.
         """
         super().__init__(model_config)
         self.tokenizer = tokenizer

@@ -65,8 +65,8 @@ class NemotronHOmniProcessor(RadioProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for a missing or invalid token id, ModelFileError for
-        missing or invalid settings.
+        """Read the token of images, and set `pixels` and `budget` by the settings of images and of videos. Raises
+        ModelConfigError for a missing or invalid token id, ModelFileError for missing or invalid settings.
         """
         super().__init__(config_json, model_config, tokenizer)
         self.pixels, budgets = dict[str, Pixels](), dict[str, Budget]()

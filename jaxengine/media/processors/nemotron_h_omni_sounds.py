@@ -53,8 +53,8 @@ class NemotronSoundProcessor(SoundProcessor):
     token_fields = ("audio_token_id", "sound_context_token_id")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the settings and the tokens before and after a sound. Raises ModelConfigError for settings that are not
-        supported, invalid token ids, and a tokenizer without these tokens.
+        """Read the settings of spectrograms, and set `marks`, the tokens before and after a sound. Raises
+        ModelConfigError for settings that are not supported, invalid token ids, and a tokenizer without these tokens.
         """
         audio = next((config_json[name] for name in ("audio_config", "sound_config") if config_json.get(name)), {})
         self.fields = ConfigFields(audio)

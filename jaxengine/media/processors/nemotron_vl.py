@@ -55,9 +55,9 @@ class TiledRadioProcessor(RadioProcessor):
     adds_whole: bool
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for a missing or invalid token of images, for which
-        config.json may leave out the id, and for an invalid config.json, ModelFileError for missing or invalid
-        settings.
+        """Read the token of images and set the attributes. The token is that of config.json or else the tokenizer's
+        <image>. Raises ModelConfigError for a missing or invalid token and an invalid config.json, ModelFileError for
+        missing or invalid settings.
         """
         known = {} if tokenizer is None else {"img_context_token_id": _context_id(tokenizer)}
         super().__init__({**known, **config_json}, model_config, tokenizer)

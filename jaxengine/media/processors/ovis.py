@@ -34,8 +34,9 @@ class OvisProcessor(Ovis2Processor):
     most_given = np.inf
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for a tokenizer without the token of images,
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings; the placeholder is the tokenizer's token of images, and that also stands for
+        indicators. Raises ModelConfigError for a tokenizer without the token of images, ModelFileError for missing or
+        invalid settings.
         """
         TextPlaceholderProcessor.__init__(self, folder, config_json, model_config, tokenizer)
         self.place_text(Path(folder), "the tokenizer's <image>", _IMAGE)

@@ -34,8 +34,9 @@ class Ovis2Processor(TextPlaceholderProcessor):
     most_given = 1  # what stands between further tiles would be unknown
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and the ids of indicators. Raises ModelConfigError or ModelFileError for
-        missing or invalid settings, and for ids that are not those of the tokenizer's indicators.
+        """Read the checkpoint's settings, set <image> as the placeholder text, and set `indicators`, their token ids.
+        Raises ModelConfigError or ModelFileError for missing or invalid settings, and for ids that are not those of the
+        tokenizer's indicators.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.place_text(Path(folder), "image_token", "<image>")

@@ -43,8 +43,9 @@ class Ovis2_5Processor(TokenPositions):
     default_bounds: ClassVar[Mapping[str, Bounds]] = dict.fromkeys(_TEXTS, _BOUNDS)
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer, and for one without the tokens
-        <|image_pad|> and <|video_pad|>, ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings, with <|image_pad|> and <|video_pad|> as placeholder tokens. Raises
+        ModelConfigError without a tokenizer, and for one without the tokens <|image_pad|> and <|video_pad|>,
+        ModelFileError for missing or invalid settings.
         """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")

@@ -18,8 +18,8 @@ class PaliGemmaProcessor(LlavaProcessor):
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for a model without bos_token_id, ModelConfigError or
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings, and store the model's bos_token_id. Raises ModelConfigError for a model
+        without bos_token_id, ModelConfigError or ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         if model_config.bos_token_id is None:

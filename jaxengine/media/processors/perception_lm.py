@@ -35,8 +35,8 @@ class PerceptionLMProcessor(FrameUnits, LimitedTiles):
     config_defaults: ClassVar[Mapping[str, Any]] = {"image_token_id": 128002, "video_token_id": 128003}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Videos are only taken if their frames are squares of the tower. Raises
-        ModelConfigError or ModelFileError for invalid settings.
+        """Read the checkpoint's settings. `modalities` becomes ("image",) unless frames of videos are squares of the
+        tower. Raises ModelConfigError or ModelFileError for invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         if not self.reads_frames(Path(folder)):

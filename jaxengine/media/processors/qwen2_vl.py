@@ -88,8 +88,9 @@ class Qwen2VLProcessor(GridProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for token ids that are missing or invalid,
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's token ids and, by modality, its `sizes`. `modalities` loses "video" if the settings of
+        videos do not fit the tower. Raises ModelConfigError for token ids that are missing or invalid, ModelFileError
+        for missing or invalid settings.
         """
         super().__init__(model_config)
         self.tokenizer = tokenizer
@@ -164,8 +165,8 @@ class Qwen2VLProcessor(GridProcessor):
         return _OPTIONS
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose least and most pixels are each the larger of its own and the engine's option, so that its
-        largest items are at least as large; this processor if nothing changes.
+        """Return a copy whose least and most pixels are each the larger of its own and the engine's option; this
+        processor if nothing changes.
 
         Raises RequestError for unknown options, and for invalid bounds.
         """

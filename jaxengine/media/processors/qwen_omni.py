@@ -36,8 +36,8 @@ class _Timed(Qwen2VLProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError or ModelFileError for missing or invalid ones, also
-        a position_id_per_seconds (25 if missing) that is not a number above 0.
+        """Read the checkpoint's settings, and set per_second, position_id_per_seconds of config.json (default: 25).
+        Raises ModelConfigError or ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.per_second = ConfigFields(config_json).number("position_id_per_seconds", 25)

@@ -35,7 +35,9 @@ class RadioProcessor(GridProcessor):
     in_texts: ClassVar[tuple[str, ...]] = ("video",)  # a text with an image may speak of <video>
 
     def __init__(self, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the token of images. Raises ModelConfigError if it is missing or invalid."""
+        """Set `token_ids`: the token of images, image_token_id of config.json or else img_context_token_id, and
+        vocab_size for videos if the model takes any. Raises ModelConfigError for a missing or invalid token.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         fields = ConfigFields(config_json)

@@ -39,8 +39,8 @@ class SmolVLMProcessor(Idefics3Processor):
     video_edge: int
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings. Videos are only taken if their settings are valid. Raises ModelConfigError or
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings. `modalities` has "video" only if the settings of videos are valid. Raises
+        ModelConfigError or ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         edge = self._read_videos(Path(folder))
@@ -93,8 +93,7 @@ class SmolVLMProcessor(Idefics3Processor):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its placeholders expanded for its items, given by modality in order. With videos, the
-        prompt's text is tokenized again, because a video is represented by text whose tokens depend on the text around
-        it.
+        prompt's text is tokenized again.
 
         Without videos `<video>` is an ordinary word. Raises RequestError for another number of items than placeholders.
         """

@@ -51,8 +51,8 @@ class SoundProcessor:
     marks: tuple[int, ...] = ()
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError for a placeholder token that is missing or invalid,
-        ModelFileError for invalid settings.
+        """Read the checkpoint's settings of spectrograms and its placeholder token. Raises ModelConfigError for a
+        placeholder token that is missing or invalid, ModelFileError for invalid settings.
         """
         self.tower: Any = model_config.tower
         self.num_frames, self.num_bins = self.tower.window, self.tower.num_features

@@ -33,9 +33,8 @@ from jaxengine.scheduler.base.errors import RequestError
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
     """Return the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
 
-    A plain number stands for all sides of the first of these; not for a longest edge, as transformers would stretch
-    images to a square. Sides that are None are ignored. Raises ModelConfigError for other keys, and for pixels outside
-    1 to MAX_SIDE.
+    A plain number stands for all sides of the first of these; not for a longest edge. Sides that are None are ignored.
+    Raises ModelConfigError for other keys, and for pixels outside 1 to MAX_SIDE.
     """
     value = fields.value(name)
     if type(value) is int and allowed[0] != ("longest_edge",):
@@ -89,8 +88,9 @@ class UnitProcessor:
     needs_settings = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer if it is needed, ModelFileError
-        for missing or invalid settings.
+        """Read the checkpoint's pixel transform and, with `read_settings`, the family's settings, over `defaults_of`
+        them. Raises ModelConfigError without a tokenizer if it is needed, ModelFileError for missing or invalid
+        settings.
         """
         if self.needs_tokenizer and tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")

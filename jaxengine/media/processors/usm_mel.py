@@ -81,8 +81,8 @@ class UsmMel:
         )
 
     def num_frames(self, count: int) -> int:
-        """Return how many windows fit into `count` samples with half a window of silence before them; 0 for too few
-        samples.
+        """Return how many windows, each with one sample more, fit into `count` samples with half a window of silence
+        before them; 0 for too few samples.
         """
         return max(0, (count + self.window // 2 - self.window - 1) // HOP + 1)
 

@@ -47,11 +47,11 @@ class WhisperProcessor(AttendedProcessor):
     rules: TranscriptRules
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings.
+        """Read the checkpoint's settings, and set the attributes.
 
-        folder: folder of the checkpoint. config_json: content of its config.json. model_config: with the tower's sizes.
-        tokenizer: None without one, so that `previous` and `no_speech` are None. Raises ModelFileError for settings
-        that are invalid or not the tower's.
+        folder: of the checkpoint. config_json: content of its config.json, where older checkpoints have fields of
+        generation_config.json. model_config: has the tower's sizes. tokenizer: None without one, so that `previous` and
+        `no_speech` are None. Raises ModelFileError for settings that are invalid or not the tower's.
         """
         tower: Any = model_config.tower
         self.num_frames, self.num_bins = tower.unit, tower.num_features

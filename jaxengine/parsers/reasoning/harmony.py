@@ -40,10 +40,10 @@ class HarmonyFormat:
       function: which function a message calls.
       words: words of messages.
       stop_words: see registry.ToolFormat.
-      answer: words that begin the answer, between which the model may write a constraint.
+      answer: words that begin the answer, in this order; the model may write a constraint between them.
       thoughts: text that begins a first message with reasoning.
-      after_thoughts: words, or sequences of words, that end it.
-      closing: text that ends it and begins the answer.
+      after_thoughts: words, or sequences of words, that end reasoning.
+      closing: text that ends reasoning and begins the answer.
     """
 
     function: CalledFunction = json_function

@@ -1,7 +1,4 @@
-"""Grammars of tool calls in the formats of models, in the Lark syntax of llguidance.
-
-This file has the common part; the rules of each format are in its parser's file.
-"""
+"""Grammars of tool calls in the formats of models, in the Lark syntax of llguidance."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _object(elements: list[Element], text: str, document: SchemaDocument, places
 def _rules(document: SchemaDocument, places: list[Place]) -> list[Place]:
     """Return the schemas that may apply to the same value as `places`, by references and combinations.
 
-    Each is returned once: a schema that contains itself in several ways would have more of them at every level.
+    Each is returned once, even if a schema contains itself.
     """
     found = {id(each.schema): each for place in places for each in document.applicable(place)}
     return list(found.values())

@@ -32,14 +32,18 @@ class ListedCall:
 
 
 def _numbered_objects(calls: CallGrammar) -> str:
-    """Return the grammar alternatives {"tool_call_id": "N", "tool_name": ..., "parameters": ...}, N: 1 to 3 digits."""
+    """Return the grammar alternatives {"tool_call_id": "N", "tool_name": ..., "parameters": ...}, one for each
+    function, which refer to the rules of CallGrammar.arguments. N: 1 to 3 digits.
+    """
     heads = (f'", "tool_name": {json.dumps(name, ensure_ascii=False)}, "parameters": ' for name in calls.functions)
     begin = literal('{"tool_call_id": "')
     return " | ".join(f'{begin} /[0-9]{{1,3}}/ {literal(head)} arguments_{at} "}}"' for at, head in enumerate(heads))
 
 
 def _keyed_objects(calls: CallGrammar) -> str:
-    """Return the grammar alternatives {name: arguments}."""
+    """Return the grammar alternatives {NAME: ARGUMENTS}, one for each function, which refer to the rules of
+    CallGrammar.arguments.
+    """
     heads = (f"{{{json.dumps(name, ensure_ascii=False)}: " for name in calls.functions)
     return " | ".join(f'{literal(head)} arguments_{at} "}}"' for at, head in enumerate(heads))
 

@@ -148,8 +148,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _release_list(self) -> None:
-        """Write the text that the list holds and that belongs to no call as content, with the marker; nothing if there
-        is none.
+        """Write [TOOL_CALLS] and the text that the list holds and that belongs to no call as content; nothing if the
+        list holds no such text.
         """
         if self._calls.held:
             self._out.content(_BEGIN + "".join(self._word) + self._calls.held)

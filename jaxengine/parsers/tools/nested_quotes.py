@@ -2,8 +2,7 @@
 
   bash(command='sed -n '3,4p' a.py')
 
-Models write shell commands like this. The first mark after the opening one cannot end the string, because what follows
-it is no Python.
+The first mark after the opening one cannot end the string, because what follows it is no Python.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ def requoted(text: str) -> Iterator[str]:
     """Yield the ways to read the first string of `text` that its next quotation mark cannot end: for each later mark
     that could end it, the text with the marks in between escaped. Nothing if the next mark could end each string,
     or if there are more than _MAX_READINGS ways or they have more than _MAX_CHARS characters together.
-
-    The time is linear in the length of the text, which may be that of an output.
     """
     at = 0
     while (opening := _OPENING.search(text, at)) is not None:

@@ -76,8 +76,9 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
 
 
 def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, name: str, rule: str) -> Iterator[str]:
-    """Yield Lark rules for the parameter `name` of a form, with the top rule `rule`. Raises UnresolvedError, and the
-    errors of calls.json.
+    """Yield Lark rules for the parameter `name` of a form, with the top rule `rule`: its words and a value, which is
+    one of the texts that its schema lists, any text for a string, else JSON. Raises UnresolvedError, and the errors of
+    calls.json.
     """
     begin, middle, end = map(calls.word, words.parameter)
     types, texts = form.types(name), form.texts(name)

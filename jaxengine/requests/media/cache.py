@@ -1,7 +1,6 @@
 """Caches of preprocessed images and videos by digest, up to a number of bytes.
 
-Two `LeastRecent` caches used in the same order with the same sizes hold the same keys, so that two processes can agree
-on the content of one without messages.
+Two `LeastRecent` caches used in the same order with the same sizes hold the same keys.
 """
 
 from __future__ import annotations

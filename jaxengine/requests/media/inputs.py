@@ -1,6 +1,6 @@
 """Preprocessing of a prompt's images and videos for the model's tower, and their positions in the prompt.
 
-Results are cached by digest, so that a repeated image costs only its digest.
+Results are cached by digest.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
 
 def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[TowerConfig]) -> MediaOptions:
     """Return the engine's media options with max_audio_seconds lowered to the length that a prompt has room for, but
-    not below 1, so that no longer part of a sound is decoded.
+    not below 1.
 
     config: the engine's, returned unchanged if no tower encodes sounds. processor: the model's.
     """

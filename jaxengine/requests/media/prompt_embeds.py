@@ -56,7 +56,7 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
 
 def check_embedded(params: Any) -> None:
     """Raise RequestError for sampling parameters that need the prompt's token ids, such as prompt_logprobs and
-    penalties, as a prompt of embeddings has none.
+    penalties.
     """
     rows = {name: row.neutral for name, row in ROWS.items() if row.reads_prompt}
     for name, neutral in {"prompt_logprobs": None, **rows}.items():

@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 
     Attributes:
       start, end: seconds from the beginning of the sound.
-      tokens: with the timestamps at its ends, if it has any.
+      tokens: its token ids, with the timestamps at its ends, if it has any.
       first: index of its first token in its window's transcript; seek: first frame of the window.
     """
 

@@ -1,7 +1,4 @@
-"""Incremental detokenisation of one sequence: its text grows by complete characters and is cut at stop strings.
-
-Sampling and stop token ids do not occur here.
-"""
+"""Incremental detokenisation of one sequence: its text grows by complete characters and is cut at stop strings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs): with many outputs, garbage collection
-would spend its time on a dict for every token.
-"""
+"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs)."""
 
 from __future__ import annotations
 

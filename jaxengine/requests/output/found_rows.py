@@ -25,8 +25,7 @@ class FoundRows:
 
         For rows with named fields, returns a dict with the rows of each. The arrays are views, whose rows do not change
         later. Raises ValueError without an `add` before. Every call must have the same `only_new`. `count` may be below
-        the number of rows, as steps may have run before it was known that the sequence had ended. Takes time in
-        proportion to the new rows, without only_new on average.
+        the number of rows.
         """
         new = self._take_new(count) if only_new else self._take_all(count)
         return new if new.dtype.names is None else {name: new[name] for name in new.dtype.names}

@@ -1,7 +1,4 @@
-"""Outputs of a request: vLLM's RequestOutput, CompletionOutput and Logprob, and the request's times.
-
-Defines what callers see, and how a later output of a stream merges with an earlier one.
-"""
+"""Outputs of a request: vLLM's RequestOutput, CompletionOutput and Logprob, and the request's times."""
 
 from __future__ import annotations
 
@@ -196,9 +193,8 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:
-        """Append a later output of the same sequence, which has only what is new, to this one, in place.
-
-        cumulative_logprob, weight_versions and the reasons become those of the later one.
+        """Append a later output of the same sequence, which has only what is new, to this one, in place: texts, tokens,
+        log-probabilities and arrays. cumulative_logprob, weight_versions and the reasons become the later one's.
         """
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]
@@ -258,8 +254,7 @@ class RequestOutput:
         and prompt_logprobs the later output's values are taken, unless they are missing. `finished` stays True once it
         is.
 
-        So for a reader that is slower than the engine only one output is kept, and no queue. Raises ValueError for
-        another request's output.
+        Raises ValueError for another request's output.
         """
         if later.request_id != self.request_id:
             raise ValueError(f"cannot add output of request {later.request_id!r} to that of {self.request_id!r}")

@@ -1,4 +1,4 @@
-"""Detection of an output that repeats itself, see RepetitionDetectionParams. A module of its own, as it needs numpy."""
+"""Detection of an output that repeats itself, see RepetitionDetectionParams."""
 
 from __future__ import annotations
 

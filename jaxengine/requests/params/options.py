@@ -1,7 +1,6 @@
 """Options of a request that concern neither its prompt nor its sampling: when it runs, and for whom.
 
-Everything between the caller and the engine passes a RequestOptions on unchanged. A new field is added here, with its
-rule, and in the place where it takes effect.
+Everything between the caller and the engine passes a RequestOptions on unchanged.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
     """Return a copy of SamplingParams with `changes`, and with a max_tokens of at most `max_model_len`, or None.
     Another object is returned unchanged, for the caller to refuse.
 
-    No output is longer. As in vLLM, a larger max_tokens is no error here; servers refuse it.
+    As in vLLM, a larger max_tokens is no error here; servers refuse it.
     """
     if not isinstance(params, SamplingParams):
         return params

@@ -1,7 +1,6 @@
 """Search for stop strings in text that arrives in pieces of any size, and the rule of fields that hold strings.
 
-Each stop string has a Knuth-Morris-Pratt automaton, so that results do not depend on where pieces are cut. The automata
-also determine how much of the text may be the beginning of a stop string.
+Each stop string has a Knuth-Morris-Pratt automaton, so that results do not depend on where pieces are cut.
 """
 
 from __future__ import annotations

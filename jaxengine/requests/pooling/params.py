@@ -1,7 +1,4 @@
-"""vLLM's PoolingParams, and the computation of an answer from the model's vector.
-
-Checks parameters, and applies the cut to fewer dimensions, normalisation and activations.
-"""
+"""vLLM's PoolingParams, and the computation of an answer from the model's vector."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Closing of objects: forbids additional properties in objects of a JSON schema that does not mention them.
 
-A schema that lists properties usually means only those, but a weak model may go on inventing others. An object is
-closed only if that is safe: instances of the resulting schema are instances of the original one, and instances of the
-original one, without unlisted properties, are instances of the resulting one.
+An object is closed only if that is safe: instances of the resulting schema are instances of the original one, and
+instances of the original one, without unlisted properties, are instances of the resulting one.
 """
 
 from __future__ import annotations

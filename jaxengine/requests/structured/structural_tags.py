@@ -105,8 +105,9 @@ class _Writer:
 
     def write(self, value: Any, end: str | None) -> Pieces:
         """Return the term of a format that is followed by the text `end`, which the term includes; "" if nothing
-        follows, or a token, which no text is; None if it is not known what follows. Raises RequestError, for the last
-        also if the format ends with text that has no form.
+        follows, or a token, which no text is; None if it is not known what follows. Raises RequestError for an invalid
+        format, for one that ends with text without a form while `end` is None, and for formats of more than _MOST_CHARS
+        characters in all.
         """
         form = _checked(value)
         kind = form["type"]
@@ -131,8 +132,9 @@ class _Writer:
         return [*self._plain(form, kind), *_word(end)]
 
     def _plain(self, form: Mapping[str, Any], kind: str) -> Pieces:
-        """Return the term of a format that ends by itself, of the kind `kind`. Raises RequestError for invalid
-        fields.
+        """Return the term of a format that ends by itself: kind "const_string", "token", "json_schema", "regex",
+        "tags_with_separator", "plus", "star" or "repeat". form: the format, with defaults. Raises RequestError for
+        invalid fields.
         """
         if kind == "const_string":
             return _word(_text(form, "value"))
@@ -229,8 +231,9 @@ def lark_regex(pattern: str) -> str:
 
 
 def _checked(value: Any) -> dict[str, Any]:
-    """Return a format with the defaults of the fields that it leaves out. Raises RequestError for an unknown type, for
-    fields that are missing, and for those that are not supported.
+    """Return a format with the defaults of the fields that it leaves out, and without unsupported fields whose values
+    have no effect. Raises RequestError for an unknown type, a missing field, a switch that is not a bool, and an
+    unsupported field with another value.
     """
     kind = value.get("type") if isinstance(value, Mapping) else None
     if not isinstance(kind, str) or kind not in _FIELDS:

@@ -1,8 +1,8 @@
 """The share of a CUDA card that jax's client takes, so that gpu_memory_utilization is a share of the card.
 
-jax takes three quarters of a card when it first looks for devices, unless the environment says otherwise; no program
-of its process has more afterwards. An engine that comes first says how much. `gpu_memory_utilization` is what it plans
-for; the client takes a little more, for gaps between allocations.
+jax takes a share of a card when it first looks for devices, by default three quarters, and never more afterwards. An
+engine that comes first says how much. `gpu_memory_utilization` is what it plans for; the client takes a little more,
+for gaps between allocations.
 """
 
 from __future__ import annotations

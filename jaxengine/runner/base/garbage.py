@@ -17,11 +17,8 @@ _num_starts = 0
 
 @contextlib.contextmanager
 def few_collections() -> Iterator[None]:
-    """Context manager in which the interpreter looks for garbage after _MANY new objects, unless it does so later or
-    never already; the last of concurrent contexts to end restores the thresholds.
-
-    Tracing makes objects by the hundred thousand that live until they are compiled. Collections look at each of them,
-    and the full ones at all modules, and find next to nothing.
+    """Context manager in which Python collects garbage only after _MANY new objects, or less often if it is set so
+    already or not at all; the last of concurrent contexts to end restores the thresholds.
     """
     global _usual, _num_starts
     with _lock:

@@ -1,7 +1,7 @@
 """Memory plan: how many KV pages fit into a device's memory after weights, loaded programs and their workspace.
 
 On a CPU the engine shares memory with everything else. The pool is therefore sized by need, and the memory in use is
-the process's anonymous memory, since pages of files can be dropped at any time.
+the process's anonymous memory.
 """
 
 from __future__ import annotations
@@ -288,8 +288,8 @@ def kept_bytes(workspace: int, results: int = 0, num_blocks: int = 1) -> int:
 
 def kept_of_step(forward: int, epilogue: int, num_blocks: int) -> int:
     """Return the bytes of a step's blocks that the C library keeps on one thread of a CPU. forward, epilogue:
-    `kept_bytes` of both. num_blocks: of the forward pass. An epilogue takes the memory that its forward pass has freed;
-    the parts of a chain cut that into smaller blocks, and it finds enough about every other time.
+    `kept_bytes` of both. num_blocks: number of blocks of the forward pass. The epilogue reuses the memory of a single
+    block; of a chain's smaller blocks it finds enough about every other time.
     """
     return max(forward, epilogue) + (min(forward, epilogue) // 2 if num_blocks > 1 else 0)
 

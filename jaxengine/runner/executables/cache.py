@@ -1,4 +1,4 @@
-"""Cache of compiled programs on disk, so that a second start compiles nothing.
+"""Cache of compiled programs on disk.
 
 A file's name is a digest of everything that decides the machine code: the sources that the program was traced from,
 jax, the device, the compiler's flags and the program's own description. Loading a file runs code from it;
@@ -77,8 +77,8 @@ def compile_program(lowered: jax.stages.Lowered, backend: str, *, once: bool = F
     """Compile a lowered program with the engine's compiler options for a backend; return the executable.
 
     backend: name of the platform, as `jax.default_backend` returns it. once: whether the program runs only once or
-    twice, so that compiling it fast matters more than its speed. An option that this compiler release does not have is
-    dropped for the rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the compiler.
+    twice. An option that this compiler release does not have is dropped for the rest of the process, with a warning.
+    Raises jax's JaxRuntimeError for other errors of the compiler.
     """
     wanted: dict[str, Any] = _COMPILER_OPTIONS.get(backend, {})
     if once:

@@ -1,10 +1,10 @@
 """Files whose content will be executed: their folders, the check of who may have written them, reading and writing.
 
 A file is accepted only if nobody but this user, or root, can have written it. Files in the user's own folder carry an
-authentication code made with a key that is stored there and that only the user can read. In a folder of root's, as an
-image ships it, the owner of the file and of every folder above is checked. Everything in a folder is opened relative to
-its descriptor, so that the file that was checked is the file that is read. This module handles bytes and owners, no
-programs; docs/containers.md is about images.
+authentication code made with a key that is stored there and that only the user can read. In a folder of root's, the
+owner of the file and of every folder above is checked. Everything in a folder is opened relative to its descriptor, so
+that the file that was checked is the file that is read. This module handles bytes and owners, no programs;
+docs/containers.md is about images.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class NotTrusted(Exception):
 
 
 class ExecutableFiles:
-    """Storage of a user's executables: the folder to which they are written, and optionally a folder of root's, as
-    images ship it, which is only read.
+    """Storage of a user's executables: the folder to which they are written, and optionally a folder of root's that is
+    only read.
     """
 
     def __init__(self, directory: str | None):
         """Open the folders, and delete old files in the user's own.
 
         directory: None for the folder in JAXENGINE_CACHE_DIR or, if that is not set, the user's cache folder; "", in
-        either, stores and finds nothing. A URL names a Bucket, which is then the only folder, except file:// before an
-        absolute path, which is a folder. If it names a folder of root's, new files go to the user's cache folder. A
-        folder that cannot be opened or made is not an error: nothing is stored then (`can_keep`).
+        either, stores and finds nothing. A URL names a Bucket, which is then the only folder; file:// and an absolute
+        path name that folder. If the named folder belongs to root, it is only read, and new files go to the user's
+        cache folder. A folder that cannot be opened or made is not an error: nothing is stored then (`can_keep`).
 
         Raises:
           ConfigError: others may write to the named folder, the path after file:// is relative, or Bucket refuses the
@@ -242,8 +242,8 @@ class _Folder(NamedTuple):
         raise OSError(f"{self.path / _KEY} is not a key, and none can be made there")
 
     def prune(self) -> None:
-        """Delete executables that no start has used for 30 days, as version changes leave them behind, and temporary
-        files older than a day. Other files stay, and files that cannot be deleted are ignored.
+        """Delete executables that no start has used for 30 days and temporary files older than a day. Other files stay,
+        and files that cannot be deleted are ignored.
         """
         now = time.time()
         for name in os.listdir(self.descriptor):

@@ -1,10 +1,9 @@
 """Split of a program of many layers into a chain of smaller programs. Equal ones are compiled, stored and loaded once.
 
-This is for CPUs: XLA:CPU keeps far more memory for each operation of a loaded program than its code takes. The forward
-pass of a model of thirty layers contains the same layer thirty times, which costs memory and compilation time. So the
-function is traced as usual, its trace is split between layers, and groups of layers that differ only in their arguments
-become calls of one program. A value lives until the last part that reads it, and parts may overwrite the arguments that
-the whole program may overwrite.
+This is for CPUs: each operation of a program loaded by XLA:CPU costs memory, and equal layers are compiled again and
+again. The function is traced as usual, its trace is split between layers, and groups of layers that differ only in
+their arguments become calls of one program. A value lives until the last part that reads it, and parts may overwrite
+the arguments that the whole program may overwrite.
 
 This module works on traces. It only depends on the name that calls of layers have in them.
 """
@@ -301,8 +300,8 @@ class _Plan:
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], part_index: int) -> None:
         """Add part number `part_index` as a call, and lower its program unless an equal one has been lowered. Parts
-        must be added in order. Literals of all but the first and last parts become arguments, because equal layers may
-        differ in them. The last one also sets the chain's results.
+        must be added in order. Literals of all but the first and last parts become arguments. The last one also sets
+        the chain's results.
 
         parts: all parts, as `_cut` returns them.
         """
@@ -358,7 +357,7 @@ class _Plan:
     def _overwritten(self, indices: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
         """Return the positions of a part's inputs that are donated, so that outputs with the same signature can take
         their memory. An input is donated if the chain may overwrite it, it is large, no later part reads it, and an
-        output of its signature is left, as each output takes the memory of one input.
+        output of its signature is left.
 
         indices: index of the value of each input. last: indices of the values that no later part reads. outputs: the
         part's output variables.

@@ -5,8 +5,8 @@ kernels. Other files (loaders, other families, the server) do not count, nor do 
 family may be a user's own file outside of jaxengine: then the files in its folder that it imports count as well.
 Sources are read, never run; jax is not imported.
 
-Parsing some two hundred files takes more than a second, and reading them a hundredth of that. So a parsed source is
-cached under a digest of its bytes: in this process and, by `known_sources` and `learn_sources`, in later ones.
+As parsing is slow, a parsed source is cached under a digest of its bytes: in this process and, by `known_sources` and
+`learn_sources`, in later ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verdicts on kernels, kept in the folder of executables: a JSON file for each environment.
 
-A note with the name of a call is written before its proof begins. If the process ends in the middle, because a kernel
-has killed it or hung, the next start finds the note. One such end may have had another reason; so one note is not
-enough to fail a kernel, and a proof that takes a long time gets a second one.
+A note with the name of a call is written before its proof begins. If the process ends in the middle, the next start
+finds the note. One note does not fail a kernel, since the end may have had another reason; a proof that takes long gets
+a second one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Verdicts:
         self._change(lambda found: found["running"].update({_own(): call}))
 
     def takes_long(self, call: str) -> None:
-        """Store a second note of a call whose proof this process has begun, because it takes long."""
+        """Store a second note of a call whose proof this process has begun."""
         self._change(lambda found: found["running"].update({f"{_LATE}{_own()}": call}))
 
     def end(self, call: str, verdict: Mapping[str, Any]) -> None:

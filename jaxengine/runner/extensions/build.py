@@ -29,7 +29,7 @@ def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
         yield AdaptersExtension(shape)
     yield from _tower_extensions(shape)
     if model.keeps_states:
-        from jaxengine.runner.extensions.states import StatesExtension
+        from jaxengine.runner.extensions.states.section import StatesExtension
 
         yield StatesExtension(shape)
     if model.experts is not None:

@@ -2,8 +2,7 @@
 
 Pages to offload are gathered into an array of their own, in the order of the steps, and copied to the host while later
 steps run. Pages to load are first sent to the devices, and written into the pool once they have arrived. The programs
-exist in a few sizes, all compiled at start-up. A page's content includes what extensions hold under its number, as
-draft models hold keys and values.
+exist in a few sizes, all compiled at start-up. A page's content includes what extensions hold under its number.
 """
 
 from __future__ import annotations
@@ -209,8 +208,8 @@ class PageCopies(StageExtension):
             )
 
     def _launched(self, arrays: Any) -> Any:
-        """Return `arrays` of a launch. On several CPU devices, wait for them first, as XLA:CPU hangs with many launches
-        in flight (see MAX_LAUNCHES_AHEAD of the stage runner).
+        """Return `arrays` of a launch. On several CPU devices, wait for them first (see MAX_LAUNCHES_AHEAD of the stage
+        runner).
         """
         devices = self._shape.mesh.devices
         return jax.block_until_ready(arrays) if devices.size > 1 and devices.flat[0].platform == "cpu" else arrays
@@ -279,7 +278,7 @@ class Leaving(NamedTuple):
 
     Attributes:
       entries: (key, row of the arrays) of each page or state.
-      arrays: of each pool of each stage [rows, ...], or of each array of states.
+      arrays: for each pool of each stage, or for each array of states, an array [rows, ...] of their contents.
       size: pages of a replica in the arrays, padding included; 0 for states.
     """
 
@@ -297,8 +296,8 @@ class Coming(NamedTuple):
     """Pages or a state of one replica that have been sent to the devices.
 
     Attributes:
-      rank: index of the replica. keys: of the pages, or of the state.
-      arrays: of each stage, for `scatter` or `scatter_states` of its PageCopies.
+      rank: index of the replica. keys: keys of the pages, or of the state.
+      arrays: for each stage, the arguments of `scatter` or `scatter_states` of its PageCopies.
       size: pages of a replica in the arrays; 0 for a state.
     """
 
@@ -340,7 +339,7 @@ class PageMover(HostExtension):
         return max(self.page_bytes, self.state_bytes)
 
     def warm_up(self) -> None:
-        """Run each program once with no page or snapshot to copy, so that nothing is changed; waits for the gathers."""
+        """Run each program once with no page or snapshot to copy; waits for the gathers."""
         for size in SIZES:
             nothing = np.full(self._num_ranks * size, -1, np.int32)
             for stage in self._stages:

@@ -21,8 +21,7 @@ class TraceExtension(DeviceExtension):
     """Device extension of traces in the stage that samples. Its section of TokenState is i32[R, max_model_len]: for
     each slot and position, 1 + the token to decode there, or 0 if the request samples there. Samplers only read it.
 
-    The whole trace is written at the beginning, by position, so no step needs the host for it, however many tokens a
-    step verifies or computes again.
+    The whole trace is written at the beginning, by position.
     """
 
     name = NAME

@@ -1,11 +1,8 @@
 """Epilogues: programs that run after a forward pass, on its results. Each is compiled for a few sizes.
 
-Because they are separate programs, a forward pass can run before it is known which tokens its rows may sample, the
-sampler need not be compiled for every number of tokens, and an epilogue that no request needs does not run. This module
-has the sampler, and what it shares with other epilogues that sample. Epilogues of optional capabilities are in the
-capabilities' own files (jaxengine.runner.extensions).
-
-On a mesh every device runs an epilogue on its own parts (jaxengine.sharding.collectives).
+So a forward pass can run before it is known which tokens its rows may sample, and an epilogue that no request needs
+does not run. This module has the sampler, and what it shares with other epilogues that sample. Epilogues of optional
+capabilities are in the capabilities' own files (jaxengine.runner.extensions).
 """
 
 from __future__ import annotations

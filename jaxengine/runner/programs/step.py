@@ -1,9 +1,8 @@
 """Forward pass of one step as a pure function: unpack the message, run the model, and return what epilogues need.
 
 The device keeps a row of state for every slot, so the host sends only what has changed. The epilogues
-(jaxengine.runner.programs.epilogues) use the logits and hidden states. On a mesh every device runs this function on its
-own parts (jaxengine.sharding.collectives). Each replica has its own rows, slots and pages, and all devices of a replica
-unpack the same message.
+(jaxengine.runner.programs.epilogues) use the logits and hidden states. Each replica has its own rows, slots and pages,
+and all devices of a replica unpack the same message.
 """
 
 from __future__ import annotations

@@ -246,10 +246,9 @@ def split_stages(
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
     """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else split so that the largest
-    stage has the fewest bytes of weights, where those that several layers share (a layer that runs several times, a
-    block of Zamba) count for each of these layers: each reads them, and each stage with one of these layers holds them.
-    In the latter case, no stage needs what only an earlier one has (see `_needs_earlier`), unless there are too few
-    layers at which such stages may begin.
+    stage has the fewest bytes of weights. Weights that several layers share (a layer that runs several times, a block
+    of Zamba) count for each of them. In such a split no stage needs what only an earlier one has (see
+    `_needs_earlier`), unless too few layers remain at which stages may begin.
 
     For several stages without `pipeline_layers`, raises the errors of `build_split`, and ValueError for more stages
     than layers.

@@ -2,8 +2,7 @@
 
 Each call of a kernel in the engine's programs, found by tracing them, is run on random inputs of its shapes and
 compared with plain XLA. If a kernel does not compile, fails, is wrong or is slower, this engine does not use it: the
-operation runs as the next kind of its platform. Verdicts are stored with the executables, by device and versions, so
-that the next start runs nothing.
+operation runs as the next kind of its platform. Verdicts are stored with the executables, by device and versions.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def prove_kernels(
     stages: Sequence[StageRunner], mode: str, directory: str | None, progress: Progress, left_out: Rows = frozenset()
 ) -> Rows:
     """Return the rows of kernels, (operation, kind), that the engine must not use, and set them as `unused` of the
-    stages' caches, so that programs are compiled without them.
+    stages' caches.
 
     Runs every call of a kernel that has no stored verdict on a device of this process, stores the verdicts, and logs
     each row that failed. The replacement of a failed kernel is proven in the same way. An equal engine whose calls all
@@ -189,8 +188,8 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
 
 
 def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Trial]:
-    """Compile the trial programs of several calls on several threads, because compiling is most of a proof's time.
-    Return the compiled trials by the call's text; {} for fewer than two calls or on one core.
+    """Compile the trial programs of several calls on several threads. Return the compiled trials by the call's text; {}
+    for fewer than two calls or on one core.
 
     Kernels run only afterwards, so that each is timed alone. A note is stored in the meantime: if the process does not
     survive, the next start compiles them one by one.
@@ -218,8 +217,7 @@ def _compiled(trial: Trial, proof: _Proof) -> Trial:
     """Return a lowered trial compiled for the proof's device: the kernel as in the engine's programs, and so plain XLA
     if both are timed. Otherwise plain XLA runs once, for its results. Any thread may call it.
 
-    On a CPU, kernels are interpreted, or machine code that XLA calls: what XLA optimises around them decides nothing,
-    so they are compiled for one run, too.
+    On a CPU they are compiled for one run, too.
     """
     as_used = partial(compile_program, backend=proof.device.platform, once=proof.device.platform == "cpu")
     return compiled_trial(trial, as_used, as_used if proof.timed else partial(as_used, once=True))
@@ -230,9 +228,9 @@ def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None
     """Context of work that may hang in a kernel. Stores a note under `text` first, which the caller replaces by a
     verdict or deletes.
 
-    After _LONG seconds, logs a warning and stores that the work takes long. If a signal or an exception ends the
-    process before that, the note is deleted, because the kernel is not the reason. what: the work, in words for the
-    warning. then: in words, what the next start does if this process is ended.
+    After _LONG seconds, logs a warning and stores that the work takes long. If SIGTERM, SIGINT or SystemExit ends the
+    process before that, the note is deleted. what: the work, in words for the warning. then: in words, what the next
+    start does if this process is ended.
     """
 
     def warn() -> None:

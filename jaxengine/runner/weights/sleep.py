@@ -1,6 +1,6 @@
 """Device memory of a sleeping engine: weights and pools are freed and restored, compiled programs stay.
 
-A freed array leaves a description, so that its replacement can be checked.
+A freed array leaves a description.
 """
 
 from __future__ import annotations

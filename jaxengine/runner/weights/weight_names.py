@@ -148,9 +148,7 @@ class GivenNames:
 
 
 def with_names(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor under the name that `name_of` returns for its own name. Keeps no reference to the array, so
-    that the consumer can hold the only one.
-    """
+    """Yield each tensor under the name that `name_of` returns for its own name. Keeps no reference to the array."""
     for name, array in tensors:
         held = [array]
         del array  # the consumer may hold the only reference

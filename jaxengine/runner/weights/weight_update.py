@@ -414,8 +414,8 @@ def _of_tensors(
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index. Their tensors were finite, so only float16 arrays are checked:
-    these can have overflowed in the conversion. Raises WeightUpdateError for numbers that are not finite.
+    """Return each stage's new arrays by leaf index. Only float16 arrays are checked, which can have overflowed in the
+    conversion of finite tensors. Raises WeightUpdateError for numbers that are not finite.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 

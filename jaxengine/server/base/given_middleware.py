@@ -43,7 +43,9 @@ class _OfClients:
 
 
 def _imported(name: str) -> Middleware:
-    """Return the middleware called module.NAME. Raises ConfigError as `given_middleware` does."""
+    """Return the middleware called module.NAME: a class as it is, a coroutine function as the dispatch of a
+    BaseHTTPMiddleware. Raises ConfigError for a name that cannot be imported or is neither.
+    """
     module, _, attribute = name.rpartition(".")
     try:
         found: Any = getattr(import_module(module), attribute)

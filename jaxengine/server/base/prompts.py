@@ -1,7 +1,4 @@
-"""Conversion of the prompts of a request to token ids, on a thread if that takes a long time.
-
-Contains the accepted forms of a prompt and its truncation. Independent of sampling and answers.
-"""
+"""Conversion of the prompts of a request to token ids, on a thread if that takes a long time."""
 
 from __future__ import annotations
 
@@ -96,8 +93,8 @@ class PromptEncoder:
         texts: one text or more. param: name of their field, for errors. cut_side: "left" or "right" if the caller then
         cuts token ids on that side down to at most max_model_len: of a text that is certainly too long, only the other
         end is encoded. None encodes whole texts. Raises RequestError, before any work on it, for a whole text with more
-        characters than max_model_len tokens can have, and without a tokenizer; OverloadedError if too many calls wait
-        for a thread. Texts of too many tokens are not refused here.
+        characters than max_model_len tokens can have, for invalid Unicode, and without a tokenizer; OverloadedError if
+        too many calls wait for a thread. Texts of too many tokens are not refused here.
         """
         tokenizer = self._inputs.require_tokenizer()
         if cut_side is None:

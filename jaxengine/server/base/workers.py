@@ -54,8 +54,8 @@ class Workers:
 
 
 async def written(output: RequestOutput, write: Callable[[], _T]) -> _T:
-    """Return `write()`, which writes an engine's output; on a thread, so that other clients need not wait, if its
-    prompt and completions have log-probabilities at more than _MANY_POSITIONS positions together.
+    """Return `write()`, which writes an engine's output; on a thread if its prompt and completions have
+    log-probabilities at more than _MANY_POSITIONS positions together.
     """
     number = len(output.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in output.outputs)
     return await asyncio.to_thread(write) if number > _MANY_POSITIONS else write()

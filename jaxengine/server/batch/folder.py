@@ -1,7 +1,6 @@
 """Records of several owners in a folder: a JSON file for each, FOLDER/owners/OWNER/ID.json.
 
-A record is written whole or not at all: a line of JSON, then the SHA-256 of that line in hexadecimal, without which a
-flipped bit could go unnoticed, such as in a status or an id.
+A record is written whole or not at all: a line of JSON, then the SHA-256 of that line in hexadecimal.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Results:
         """Append the result of a request, a whole line, to the partial file, and add it to `known`. The first result is
         preceded by the header.
 
-        Raises OSError, for example for a full disk; the caller must not add further results then.
+        Raises OSError; the caller must not add further results then.
         """
         # The header comes with the first result: before that, the batch's model or options may still be corrected. A
         # batch that was killed while it wrote its first result has left the header alone.
@@ -169,8 +169,8 @@ class Results:
 
 
 def _fill(path: Path, lines: Iterable[bytes]) -> None:
-    """Write an empty file in place, for programs that made it, such as with tempfile.NamedTemporaryFile, and read the
-    results by what they have open. Raises OSError if writing fails, and any error of `lines`; the file is then empty.
+    """Write `lines` to an existing, empty file in place. Raises OSError if writing fails, and any error of `lines`; the
+    file is then empty.
     """
     try:
         with open(path, "r+b") as file:

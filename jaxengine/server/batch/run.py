@@ -63,10 +63,9 @@ def _refused(problem: str) -> tuple[int, Any]:
 async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, Any]:
     """POST a request to the application; return (HTTP status, JSON value of the answer).
 
-    state: values for the ASGI scope's "state", by which the application's middleware knows, for example, the owner of
-    the request. The request's id is a hash of the line's custom_id, so a line that is sent again gets the same adapter
-    of lora_routes. An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400.
-    Raises the application's exceptions.
+    state: values for the ASGI scope's "state", such as the owner of the request. The request's id is a hash of the
+    line's custom_id, so a line that is sent again gets the same adapter of lora_routes. An answer that is not JSON,
+    such as embeddings as plain bytes, becomes an error with status 400. Raises the application's exceptions.
     """
     name = hashlib.sha256(line.custom_id.encode()).hexdigest()[:32].encode()
     length = str(len(line.body)).encode()

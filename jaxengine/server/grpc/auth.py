@@ -18,9 +18,7 @@ ADMIN = "/jaxengine.v1.Admin/"
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor that ends calls without a valid key, those of unknown methods included, before their message is read.
 
-    The status is UNAUTHENTICATED, or PERMISSION_DENIED for a client's key at the Admin service, which accepts only
-    operators' keys. The health service needs no key. OWNER is set for the call, so that image reading is shared fairly
-    among clients.
+    The Admin service accepts only operators' keys; the health service needs none. OWNER is set for the call.
     """
 
     def __init__(self, keys: Keys):

@@ -76,7 +76,7 @@ class Wanted:
 
     Attributes:
       text, token_ids: those of the output.
-      logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest tokens at their positions.
+      logprobs, candidates: log-probabilities of the output's tokens, and of other tokens at their positions.
       prompt_token_ids, prompt_logprobs, prompt_candidates: the same three parts of the prompt.
     """
 

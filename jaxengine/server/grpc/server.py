@@ -108,7 +108,7 @@ def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     """Return gRPC's channel options: limits of message and header sizes and of connections from `config`, no
-    compression, SO_REUSEPORT, keepalive pings, and connection ages.
+    compression, SO_REUSEPORT, keepalive pings, and times after which connections end.
     """
     return [
         ("grpc.max_receive_message_length", config.max_request_bytes),

@@ -100,9 +100,9 @@ class GenerateRequest(NamedRequest):
 
     Attributes:
       token_ids: the prompt.
-      sampling_params: how its answers are chosen.
-      kv_transfer_params: the pages of the prompt that another engine gets or has, as in vLLM.
-      return_token_ids: also return the prompt's.
+      sampling_params: parameters of the n outputs.
+      kv_transfer_params: vLLM's description of the prompt's pages that another engine has computed or is to fetch.
+      return_token_ids: also return the prompt's token ids.
     """
 
     refused = {
@@ -151,8 +151,8 @@ class GenerateRequest(NamedRequest):
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
         """Return the engine's sampling parameters. Fields that are None get SamplingParams' defaults, except
-        max_tokens, which gets the server's default. A stream has outputs of kind DELTA. Texts are generated only if
-        `stop` is given.
+        max_tokens, which gets the model's default and is lowered to the operator's limit. A stream has outputs of kind
+        DELTA. Texts are generated only if `stop` is given.
 
         Raises RequestError for a value that is not allowed.
         """

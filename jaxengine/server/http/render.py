@@ -1,7 +1,7 @@
 """POST /v1/chat/completions/render, and the same of completions, messages, responses and Cohere's chat: the request as
 /inference/v1/generate takes it.
 
-As in vLLM, routers learn a prompt's tokens in this way, and trainers those of a conversation. Nothing is generated.
+Nothing is generated.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RenderedCompletionRequest(CompletionRequest):
 
 
 class Rendered(Answer):
-    """A body of /inference/v1/generate.
+    """A body for /inference/v1/generate, which is the answer to a request to render.
 
     Attributes:
       token_offsets: of each token, the numbers of its first character in the text and of the one after it; null if the

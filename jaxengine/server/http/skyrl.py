@@ -64,8 +64,9 @@ class SkyRLRequest(GenerateRequest):
     return_sample_support: bool | None = None
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
-        """Return the engine's sampling parameters: those of GenerateRequest, with sampling masks only if they are
-        requested. Raises RequestError for a value that is not allowed.
+        """Return the engine's sampling parameters: those of GenerateRequest, with sampling masks if
+        return_sample_support is true or, where it is None, as `sampling_params` says. Raises RequestError for a value
+        that is not allowed.
         """
         params = super().params(inputs, config)
         asked = self.return_sample_support

@@ -70,7 +70,7 @@ class MediaSender:
         """Recompute, on a thread, the pixels that `message` needs and that the request has dropped, and put them into
         all its requests. Errors of preprocessing are raised.
 
-        whole: recompute all dropped pixels, because a message with `whole` follows.
+        whole: recompute all dropped pixels.
         """
         while (media := prepared.requests[0].media) is not None:
             wanted = {
@@ -90,7 +90,7 @@ class KeepingSender(MediaSender):
     """Sender that records what it has sent, and is the MediaCache that contains exactly these items."""
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """Do nothing, as an item is cached when it is sent."""
+        """Do nothing."""
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
         """Return `prepared_item` of the arguments, the item for a request; implements MediaCache.item."""

@@ -1,7 +1,7 @@
 """Messages between the engine's process and the API processes, in MessagePack with arrays as raw bytes.
 
 An API process identifies a request by a handle, a number that it chooses. Arrays are int64, int32 or float32 in the
-machine's byte order, which both ends share. Defines how a step's tokens are encoded; sockets are elsewhere.
+machine's byte order, which both ends share.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     """Results of a step for one API process.
 
     Attributes:
-      number: counts the updates of this connection from 1, so that a lost one is detected.
+      number: counts the updates of this connection from 1.
       received: number of the last Submit that was read.
       load: the engine's load.
       handles, token_ids: i32[n], a token of each of these requests.
@@ -359,7 +359,7 @@ def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict
     connections, those without tokens are left out.
 
     emitted: tokens of each replica, at least one. clients: numbers of the connections of all processes that have
-    requests. Vectorised, since it runs in every step over all streaming requests.
+    requests.
     """
     rows = emitted[0] if len(emitted) == 1 else _joined(emitted)
     tags, token_ids, scored, scores, vectors = rows.tags, rows.token_ids, rows.scored, rows.scores, rows.vectors
@@ -473,7 +473,9 @@ def _columns(rows: np.ndarray) -> list[tuple[str, str, list[int], bytes]]:
 
 
 def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
-    """Return the array of rows from the columns that `_columns` has made of it."""
+    """Return the array of rows from the columns that `_columns` has made of it: a read-only view for rows without
+    fields, a new structured array for others.
+    """
     fields = {}
     for name, dtype, shape, values in columns:
         kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)

@@ -1,7 +1,7 @@
 """Limits on waiting requests, and the time after which a refused request should be retried.
 
 The engine's process applies the limits to its queue. An API process applies them to the load that it last received,
-which it gets after every step, so that a refusal does not have to wait for a step.
+which it gets after every step.
 """
 
 from __future__ import annotations

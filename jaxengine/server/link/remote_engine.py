@@ -2,7 +2,7 @@
 
 Requests are preprocessed and text is detokenised in this process; the engine's process handles token ids only. Each
 running request has a copy here, and the results of a step go through the same `OutputProcessor` as those of an engine
-in this process. Independent of HTTP and gRPC.
+in this process.
 """
 
 from __future__ import annotations
@@ -306,9 +306,7 @@ class RemoteEngine:
             self._refuse(request_id, error)
 
     def _count_rejection(self) -> None:
-        """Count a rejection for the engine's metrics. All rejections within 0.2 s are reported in one message, because
-        a message for each would cost as much as a rejection saves.
-        """
+        """Count a rejection for the engine's metrics. All rejections within 0.2 s are reported in one message."""
         if not self._num_rejected:
             asyncio.get_running_loop().call_later(_REJECTIONS_SECONDS, self._tell_rejections)
         self._num_rejected += 1

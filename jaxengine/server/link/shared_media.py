@@ -1,8 +1,7 @@
 """Shared memory for images: an API process writes each image once, and every later request of the engine finds it
 there.
 
-The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor. So nothing remains of it once
-both processes have ended, in whatever way.
+The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ class SharedSender(KeepingSender):
     """Sender with the keys in this process and the pixels in shared memory, where they stay until the engine has read
     the messages that refer to them.
 
-    Each epoch has its own memory, so that an abandoned connection never finds other data at the locations that it
-    knows.
+    Each epoch has its own memory.
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):
@@ -202,7 +200,7 @@ class SharedSender(KeepingSender):
 
     def lost(self) -> None:
         """Begin a new epoch for the next connection, with nothing cached and a new memory (without one if there was
-        none). All earlier memory is closed, as the messages of the old connection will not be read.
+        none). All earlier memory is closed.
         """
         with self._lock:
             # Messages of the old connection will not be read.

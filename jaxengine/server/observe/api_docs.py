@@ -1,7 +1,6 @@
 """Page at /docs: parameters and answers of the server's routes, with a form to try each route.
 
-One file without external resources, rendered in the browser from /openapi.json. Like the page at /, it is the same for
-everyone and prompts for a key itself.
+One file without external resources, which reads /openapi.json and prompts for a key itself.
 """
 
 from __future__ import annotations

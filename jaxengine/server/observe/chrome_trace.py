@@ -2,8 +2,7 @@
 
 Tracks: the scheduler and the transfers to the device, on the engine's host thread; the device, as the host observes it;
 detokenization, in the API process; and one for each request, with arrows to the steps that computed its prompt and its
-last token. There is no track for the sampler, because it is part of the compiled step and the host cannot distinguish
-it from the model. Takes the result of `Timeline.last`, and needs no engine.
+last token.
 """
 
 from __future__ import annotations

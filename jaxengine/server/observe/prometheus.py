@@ -1,8 +1,6 @@
 """GET /metrics: the engine's counters in Prometheus' text format.
 
-Defines the labels and the earlier vLLM names of metrics. The metrics themselves are defined in engine/metrics.py and
-belong to the engine, so every API process answers the same. OpenMetrics is not offered: prometheus_client would replace
-the ":" of the names with "_", and every dashboard would be empty.
+The metrics belong to the engine, so every API process answers the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OpenTelemetry spans: one for each request, with vLLM's attributes, in the caller's trace if there is one.
 
-Wraps the engine, so that requests of every protocol are traced. Has no cost without an endpoint.
+Wraps the engine, so that requests of every protocol are traced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Page at / with its data, /status.json; and /trace, the engine's timeline.
 
-The page is one file without external resources. It is the same for everyone and contains no data, so it needs no key;
-it prompts for one if the server has keys.
+The page is one file without external resources and without data, so it needs no key; it prompts for one if the server
+has keys.
 """
 
 from __future__ import annotations

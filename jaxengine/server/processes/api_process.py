@@ -1,7 +1,6 @@
 """API process: HTTP and gRPC on one event loop, as a client of an engine in another process.
 
-The supervisor owns the listening sockets, so that several API processes share a port and a restarted process takes it
-over.
+The supervisor owns the listening sockets.
 """
 
 from __future__ import annotations

@@ -39,16 +39,13 @@ class Child:
     """This process, as a child of the supervisor. Create it first, so that the process ends with the supervisor even
     during imports.
 
-    Its creation reads the job from standard input, which is /dev/null from then on, and exits with status 1 if there is
-    none. The process then ignores SIGINT and SIGTERM, logs to stderr, and reads orders on a thread.
-
     Attributes:
       job: arguments of the process.
     """
 
     def __init__(self):
-        """Read the job, or exit with status 1 if there is none, ignore SIGINT and SIGTERM, set up logging, and start
-        the thread that reads orders.
+        """Read the job from standard input, which is /dev/null from then on, or exit with status 1 if there is none.
+        Ignore SIGINT and SIGTERM, log to stderr, and start the thread that reads orders.
         """
         orders = os.dup(0)
         with open(os.devnull, "rb") as nothing:
@@ -111,7 +108,7 @@ class Child:
         return stop
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Send an event to the supervisor without waiting; it is dropped if the pipe is full because nobody reads.
+        """Send an event to the supervisor without waiting; it is dropped if the pipe is full.
 
         fields: further values of the event, as JSON. Ends this process at once, with status 1, if the supervisor has
         ended.

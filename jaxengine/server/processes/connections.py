@@ -1,7 +1,7 @@
 """Limits on idle connections: how long one may wait for its request, and how many there may be.
 
 A connection is idle from its first byte, or its last answer, until the headers of a request are complete. Partial
-headers, or a body after its answer, do not change that. Handles uvicorn's HTTP connections, not requests.
+headers, or a body after its answer, do not change that.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Connections:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol with an idle timeout. It uses h11 because httptools does not limit the size of headers."""
+    """uvicorn's protocol with an idle timeout. It uses h11."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

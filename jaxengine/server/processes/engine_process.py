@@ -296,8 +296,7 @@ class EngineServer:
         """Send each API process its results of a step, refusals, replies and the load, unless all of that is as before.
         A process that cannot be sent to is dropped.
 
-        Counts the ends of requests, and reports "served" after the first. This runs in every step, most of which have
-        little but tokens.
+        Counts the ends of requests, and reports "served" after the first.
         """
         updates = messages.updates_of(output, list(self._by_number))
         if output.finished:

@@ -26,9 +26,6 @@ def return_large_blocks() -> None:
 def limit_memory(limit: int) -> None:
     """Limit this process's data (RLIMIT_DATA) to its present size plus `limit` bytes, or to the system's hard limit if
     that is lower. Does nothing if limit is 0, or on systems other than Linux, which do not report a process's size.
-
-    An excessive request then gets an error of its own, or ends this process, which is restarted, instead of exhausting
-    the machine's memory.
     """
     status = Path("/proc/self/status")
     if limit and sys.platform == "linux":

@@ -55,7 +55,7 @@ def reserve_port(option: str, host: str, port: int) -> socket.socket:
     listen on the same port (SO_REUSEPORT). Port 0 takes a free one.
 
     Raises ConfigError, naming host or `option`, if the host is not an address of this machine, or if the port cannot be
-    bound, for example because another program has it.
+    bound.
     """
     # First without SO_REUSEPORT, to detect that another program has the port.
     with contextlib.closing(_bind(option, host, port)) as alone:
@@ -76,8 +76,7 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
     """Make the system drop connections accepted by `listener` whose clients acknowledge no sent data for `seconds`
     (TCP_USER_TIMEOUT, rounded up to milliseconds).
 
-    A server can only close such a connection, and closing waits for the client too. Does nothing for Unix domain
-    sockets, and on systems without this socket option (all but Linux).
+    Does nothing for Unix domain sockets, and on systems without this socket option (all but Linux).
     """
     if hasattr(socket, "TCP_USER_TIMEOUT") and listener.family != socket.AF_UNIX:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))

@@ -2,7 +2,7 @@
 
 A process that ends unexpectedly is restarted, with a growing delay if that repeats; an engine that keeps dying without
 having served ends the server. A process that hangs is killed first. SIGTERM, SIGINT or SIGHUP drains the server, a
-second one ends it at once. Handles events and orders of its children, not requests.
+second one ends it at once.
 """
 
 from __future__ import annotations

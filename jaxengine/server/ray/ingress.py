@@ -50,7 +50,7 @@ _SESSIONS = "/v1/sessions/"
 
 class _Body(msgspec.Struct):
     """Fields of a request's body by which it is routed. Fields with other names or types are skipped without building
-    values, since a body of some megabytes may contain millions of lists.
+    values.
     """
 
     model: str | None = None

@@ -105,9 +105,7 @@ class Responder:
                 said.get_nowait()
 
     def _ended(self, work: asyncio.Task[None]) -> None:
-        """Remove a finished task from the set of running ones, and retrieve its exception so that asyncio does not log
-        it.
-        """
+        """Remove a finished task from the set of running ones, and retrieve its exception."""
         self._running.discard(work)
         if not work.cancelled():
             work.exception()  # mark as retrieved: the caller may have left
@@ -249,9 +247,7 @@ def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
 
 
 def _free_port() -> int:
-    """Return a port on which no process of this machine listens now. It is not fixed because several replicas may run
-    on one host. The port is not reserved.
-    """
+    """Return a port on which no process of this machine listens now. The port is not reserved."""
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]

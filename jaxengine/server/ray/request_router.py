@@ -104,9 +104,9 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return lists of replicas to try in order: [[chosen], all others], the others for the case that the chosen one
-        is full. Returns all candidates in one list for a call without a Hint or with fewer than two candidates. Ray
-        calls this for each call. Sets the call's routing_context.should_backoff.
+        """Return lists of replicas to try in order: [[chosen], all others]. Returns all candidates in one list for a
+        call without a Hint or with fewer than two candidates. Ray calls this for each call. Sets the call's
+        routing_context.should_backoff.
         """
         hint = _hint(pending_request)
         if pending_request is not None:  # if all are full, wait before the next attempt

@@ -1,7 +1,7 @@
 """Stored responses of one owner, with one copy of each long text, and links from each turn of a conversation to the
 turn before it.
 
-A turn outlives its response while a later response continues it, so that deleting a response ends no conversation.
+A turn outlives its response while a later response continues it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Share:
 
     def added_bytes(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> int:
         """Return how many bytes of the share a new response would occupy: its documents and records, its long texts,
-        and the earlier turns of its conversation, which cannot be evicted while it is stored. Long texts and turns that
-        are stored already are included. Nothing may be `missing`.
+        and the earlier turns of its conversation. Long texts and turns that are stored already are included. Nothing
+        may be `missing`.
         """
         digests = {digest for document in stored.documents for digest in document.digests}
         long = sum(len(self._texts.get(each) or texts[each]) for each in digests)

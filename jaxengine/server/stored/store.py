@@ -1,8 +1,7 @@
 """Store of responses, in memory and of bounded size, shared fairly by its owners.
 
 An owner beyond its own bounds evicts its own oldest responses. If all owners together are beyond the store's bounds,
-the oldest responses of the owner with the most are evicted, so that nobody with less than an equal share loses anything
-to others.
+the oldest responses of the owner with the most are evicted.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class ResponseStore:
 
     async def append_events(self, response_id: str, owner: str, events: list[NumberedEvent]) -> None:
         """Store further events of a streamed response, and evict finished ones while bounds are exceeded. Does nothing
-        for another response.
+        for a response without stored events.
         """
         if (owner, response_id) in self._logs:
             self._log((owner, response_id), events)

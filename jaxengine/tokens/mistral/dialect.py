@@ -44,7 +44,7 @@ class MistralDialect:
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with results of tools as the version of the format has them: up to 3 with is_json, and JSON
-        in one form; from 11 on in the order of their calls, as from 13 on they have no ids.
+        in one form; from 11 on in the order of their calls.
         """
         if self._version < 7:
             return [_result(each) if each["role"] == "tool" else each for each in messages]
@@ -75,8 +75,8 @@ def _result(message: Message) -> Message:
 
 
 def results_in_order(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which results of tools side by side have the order of the calls before them; results of
-    unknown calls come last.
+    """Return messages in which consecutive results of tools have the order of the calls before them; results of unknown
+    calls come last.
     """
     found: list[Message] = []
     calls: list[Any] = []

@@ -13,7 +13,7 @@ from jaxengine.tokens.usual_templates import deepseek_v4, deepseek_v32
 
 
 class OrderedResults:
-    """chat_template.Dialect that puts results of tools side by side in the order of their calls, for templates that
+    """chat_template.Dialect that puts consecutive results of tools in the order of their calls, for templates that
     write no ids. joint: text between the text parts of a message.
     """
 

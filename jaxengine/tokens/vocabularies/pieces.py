@@ -117,7 +117,7 @@ def longest_of(texts: Sequence[str]) -> str:
     """Return a regular expression that matches the longest of the texts that begins at a position. texts: not empty
     ones.
 
-    The expression is a trie: an alternation of thousands of texts would take as many steps at each position.
+    The expression is a trie, as an alternation would be slow.
     """
     root: dict[str, Any] = {}
     for text in texts:

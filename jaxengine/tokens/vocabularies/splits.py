@@ -3,10 +3,10 @@ means.
 
 A GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) by a name of llama.cpp, whose implementation is code
 (src/llama-vocab.cpp, convert_hf_to_gguf_update.py). A row here has the regular expressions of the tokenizer.json that
-the name stands for, with which the models were trained. llama.cpp's differ where its regular expressions are less
-expressive: it takes only ASCII letters as upper or lower case (gpt-4o, tekken and similar) and supports no marks there,
-composes no accents (Qwen, Command R, OLMo), and keeps runs of digits together that the tokenizer.json splits (DeepSeek
-LLM, Falcon). Where no tokenizer.json is known to differ, a row follows llama.cpp.
+the name stands for. llama.cpp's differ where its regular expressions are less expressive: it takes only ASCII letters
+as upper or lower case (gpt-4o, tekken and similar) and supports no marks there, composes no accents (Qwen, Command R,
+OLMo), and keeps runs of digits together that the tokenizer.json splits (DeepSeek LLM, Falcon). Where no tokenizer.json
+is known to differ, a row follows llama.cpp.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
     """Return the tokenizer of a file of ranks, with its special tokens.
 
     source: content of the file at `path`. named: special tokens by id, as the folder names them. bos: text of the
-    beginning-of-text token, which is put before texts if `row.adds_bos` and it is a special token. Raises
-    ModelFileError for malformed lines, for ranks that are not the numbers from 0 on, and for too many or too long
-    tokens.
+    beginning-of-text token, which is put before texts if `row.adds_bos` and it is a special token; without
+    `row.adds_bos` those of `row.begins` are. Raises ModelFileError for malformed lines, for ranks that are not the
+    numbers from 0 on, and for too many or too long tokens.
     """
     tokens = spelt(_tokens(source, path))
     if (problem := too_long(tokens)) is not None:

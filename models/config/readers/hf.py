@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 # Fields with the number of layers, after the last one, that predict further tokens. The last is MiniMax's.
-_NEXT_TOKEN_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+_NEXT_TOKEN_FIELDS = "num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers"
 # ModelOpt's file of quantization settings, read if config.json has none.
 QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
@@ -52,8 +52,8 @@ def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str,
     config.json has no quantization settings, those of hf_quant_config.json in the same folder are added, with the
     method "modelopt" unless they name another.
 
-    config_format: which of the two; AUTO for params.json only if there is no config.json. Raises ModelFileError if the
-    file is absent or not a JSON object, and for a params.json of an unsupported model.
+    config_format: see `config_file`. Raises ModelFileError if the file is absent or not a JSON object, and for a
+    params.json of an unsupported model.
     """
     name = config_file(folder, config_format)
     raw = read_object(folder, name)
@@ -286,8 +286,8 @@ def text_fields(fields: ConfigFields, *, optional: bool = False) -> ConfigFields
 
 
 def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
-    """Raise ModelConfigError if the fields outside of text_config scale rope in a way that text_config does not. Only
-    text_config is read, so that this scaling would be ignored.
+    """Raise ModelConfigError if the fields outside of text_config scale rope in a way that text_config, which alone is
+    read, does not.
     """
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -377,9 +377,7 @@ def ropes_by_kind(
 
 
 def require_rope(fields: ConfigFields) -> None:
-    """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`. For families whose class in
-    transformers has a default scaling, whose `rope_theta` differs between versions of transformers.
-    """
+    """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`."""
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.fail("rope_parameters", "a mapping")
 

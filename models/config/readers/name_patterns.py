@@ -1,9 +1,8 @@
 """Regular expressions of configuration files for names of modules, matched in bounded time.
 
 Python's `re` backtracks, so an expression in a file could take unbounded time ("(a+)+$"). Here each part of an
-expression maps the set of positions at which a match may begin to the set of those at which it may end. A set is an
-integer with a bit per position, so all ways to match advance at once. Lookaheads are evaluated in the same way on the
-name's mirror image.
+expression maps the set of positions at which a match may begin, an integer with a bit per position, to the set of those
+at which it may end. Lookaheads are evaluated on the name's mirror image.
 """
 
 from __future__ import annotations

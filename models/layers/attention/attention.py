@@ -59,6 +59,8 @@ class StepInputs(NamedTuple):
       blocks: result of jaxengine.models.layers.attention.blocks.token_blocks.token_blocks; None where it is not needed.
       biases: [T, N, E], what each head of a token adds to the logits of keys by their distance; None for nothing.
       positions: i32[T], for layers whose effect of positions has weights; None for others.
+      state_inputs: inputs of this layer's state that replace its own; () if its own are to be recorded, None otherwise
+        (jaxengine.models.layers.states.inputs).
     """
 
     rows: Rows
@@ -71,6 +73,7 @@ class StepInputs(NamedTuple):
     blocks: Any = None
     positions: jax.Array | None = None
     biases: jax.Array | None = None
+    state_inputs: tuple[jax.Array, ...] | None = None
 
 
 class LayerPages(NamedTuple):

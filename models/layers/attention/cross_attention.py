@@ -1,8 +1,7 @@
 """Cross-attention of a decoder's tokens to the encoded sound of their sequence.
 
 Keys and values of all layers are made once for a sound and lie in one row of a pool (models/sound). They have no
-positions: each token sees all of its sound, wherever it is in its sequence. Of a row that a short sound does not fill,
-it sees the beginning alone.
+positions: each token sees all of its sound, wherever it is in its sequence.
 """
 
 from __future__ import annotations

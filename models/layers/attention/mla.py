@@ -130,7 +130,9 @@ class LatentAttention(nnx.Module):
         return (tempered(q, step), tempered(q_rope, step)), self._keys(keys, step), q_latent
 
     def _keys(self, down: jax.Array, step: StepInputs) -> jax.Array | None:
-        """Return the keys [T, 1, C + R] that `project` returns, from their projections [T, C + R]."""
+        """Return the keys [T, 1, C + R] that `project` returns, from their projections [T, C + R]; None for a layer
+        with a kv_source.
+        """
         if self.kv_norm is None:
             return None
         kv_latent, k_rope = jnp.split(down, (self.latent.kv_lora_rank,), axis=1)

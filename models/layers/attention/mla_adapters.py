@@ -85,7 +85,7 @@ class LatentAdapters(NamedTuple):
             return lax.cond(self.adapters.form > 0, added, lambda: y)
 
     def slots_of(self, tokens: jax.Array) -> jax.Array:
-        """Return the slots of these tokens of the step."""
+        """Return the slots i32[n], -1 for none, of the adapters of the step's tokens with indices i32[n]."""
         return self.adapters.slots[tokens]
 
     def add_to_expanded(

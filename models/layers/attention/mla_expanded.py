@@ -1,11 +1,9 @@
 """Multi-head latent attention with expanded (non-absorbed) keys and values (section 2.1.1 of arXiv:2405.04434).
 
 Attention over latents needs no expansion of keys, but more operations for each pair of a query and a key. So if a row
-(a sequence of the step) has many new tokens, the keys and values of its heads are expanded from the latents, for a few
-heads at a time: first those of its new tokens, then those of earlier tokens, in pieces whose results are merged. The
-threshold depends only on the latent's shape, so whether a chunk is expanded depends only on its own length.
-
-Keys of these rows are expanded into small pools, which last for one step.
+(a sequence of the step) has at least `least_tokens` new tokens, the keys and values of its heads are expanded from the
+latents, for a few heads at a time: first those of its new tokens, then those of earlier tokens, in pieces whose results
+are merged.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ def least_tokens(latent: Latent) -> int | None:
 
     Expanding a key costs C * U operations, where C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim. Each query
     then saves 2 C - U operations on the key, since both products of attention are narrower; None is returned if that is
-    not positive. The threshold is four times the number of queries whose savings equal the cost, because few tokens
-    fill tiles badly.
+    not positive. The threshold is four times the number of queries whose savings equal the cost.
     """
     width = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - width
@@ -252,12 +249,13 @@ def attend_expanded(
     spec: AttentionSpec,
     adapters: LatentAdapters | None = None,
 ) -> jax.Array:
-    """Return o [T, N, Hv] in which the results for tokens of expanded rows are replaced.
+    """Return o [T, N, Hv], in which tokens of expanded rows get their attention over expanded keys and values: those of
+    their row's new tokens up to their own, and of all earlier tokens. Other tokens' results, which o has, stay.
 
-    q: the queries' parts without and with rope, each [T, N, .]. keys: this step's latents and their rotated parts,
-    [T, C + R]. weights: W^UK and W^UV, which expand keys and values. kv: the pool of latents. page_table: i32[S, W],
-    page table of all rows of the step. expanded: result of `expanded_rows`. spec: the spec of attention over latents.
-    adapters: those of the step's tokens for W^UK and W^UV; None if no token can have one.
+    q: the queries' parts without and with rope, each [T, N, .]. keys: the step's latents and their rotated parts, [T, C
+    + R]. weights: W^UK and W^UV, which expand keys and values. kv: the pool of latents, which is only read. page_table:
+    i32[S, W], page table of all rows of the step. expanded: result of `expanded_rows`. spec: the spec of attention over
+    latents. adapters: those of the step's tokens for W^UK and W^UV; None if no token can have one.
     """
     own_spec, piece_spec = (expanded_spec(latent, spec, causal=causal) for causal in (True, False))
     heads, dtype = own_spec.num_q_heads, o.dtype

@@ -4,9 +4,8 @@
 The indexer has a few small heads and one key for each token, cached in the layer's pages in the place of a value. A
 token attends to the `top_k` keys of the highest scores, over latents as all latent attention does. Where `pool` is set
 (GLM-5.3), the indexer scores groups of tokens by one key for each, which is averaged anew from the cached keys and
-gates of its tokens whenever keys are selected. The published code
-multiplies the indexer's queries and keys by a Hadamard matrix before it rounds them to fp8; that changes no product,
-and nothing is rounded here.
+gates of its tokens whenever keys are selected. Nothing is rounded here, so the published code's Hadamard matrix, which
+changes no product, is left out.
 """
 
 from __future__ import annotations

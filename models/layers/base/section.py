@@ -87,7 +87,7 @@ class Capture(Section):
         self._found: dict[int, jax.Array] = {}
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Store the hidden states x [T, D] if `count` is one of those to record."""
+        """Store the hidden states x [T, D] after `count` layers if these are to be recorded. notes: not used."""
         if count in self.counts:
             self._found[count] = x
 
@@ -122,7 +122,7 @@ class ExpertLoads(Section):
         self._loads: list[jax.Array] = []
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Append the ExpertLoads among `notes`, if any."""
+        """Append the ExpertLoads among `notes`, if any. count, x: not used."""
         for _, load in notes_of(notes, ExpertLoad):
             self.add(load[...])
 

@@ -1,7 +1,6 @@
 """Estimates of rows that kernels multiply in a layer of experts, padding of tiles included.
 
-Each token goes to its number of experts, all equally likely. Needs no device. With few rows an expert's matrix takes
-longer to read than to multiply with.
+Each token goes to its number of experts, all equally likely. Needs no device.
 """
 
 from __future__ import annotations

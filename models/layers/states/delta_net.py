@@ -23,6 +23,7 @@ from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.states.inputs import state_input
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.state.conv import causal_conv
 from jaxengine.pallas_kernels.state.delta import gated_delta_rule
@@ -133,6 +134,7 @@ class GatedDeltaNet(nnx.Module):
         with jax.named_scope("inputs"):
             q_end, k_end, *_ = self.ends
             mixed, z, beta, decay = self._project(x, step)
+            mixed, beta, decay = (state_input(self, step, *each) for each in enumerate((mixed, beta, decay)))
         with jax.named_scope("causal_conv"):
             mixed, windows = causal_conv(mixed, self.conv[...], windows, rows)
             q, k, v = jnp.split(ACTIVATIONS[state.activation](mixed), (q_end, k_end), axis=1)

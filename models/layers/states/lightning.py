@@ -19,6 +19,7 @@ from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import HeadsRMSNorm, RMSNorm
 from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.layers.states.inputs import state_input
 from jaxengine.models.layers.states.mamba2 import GroupsRMSNorm
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.pallas_kernels.state.space import state_space
@@ -59,6 +60,7 @@ class LightningAttention(nnx.Module):
             parts = jnp.split(self.inputs(x, step.rows).astype(jnp.float32), 4, axis=1)
             *qkv, gate = (part.reshape(shape) for part in parts)
             q, k, v = map(self.activation, qkv)
+            k, v = (state_input(self, step, *each) for each in enumerate((k, v)))
         with jax.named_scope("linear_attention"):
             decay = jnp.broadcast_to(-own_slopes(self.slopes, self.num_heads), shape[:2])
             o, matrices = state_space(v, k, q, decay, jnp.ones_like(decay), states[0], rows)
@@ -118,6 +120,7 @@ class RotatedLightningAttention(nnx.Module):
                 q, k = self.qk_norms[0](q), self.qk_norms[1](k)
             if step.rope is not None:
                 q, k = (apply_rope(part, *step.rope) for part in (q, k))
+            k, v = (state_input(self, step, *each) for each in enumerate((k, v)))
         with jax.named_scope("linear_attention"):
             decay = jnp.broadcast_to(-own_slopes(self.slopes, self.num_heads), shape[:2])
             o, matrices = state_space(v, k, q * self.size**-0.5, decay, jnp.ones_like(decay), states[0], rows)
@@ -129,7 +132,7 @@ class RotatedLightningAttention(nnx.Module):
 
 
 def lightning_slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:
-    """Return the slopes of a layer's heads, smaller for later heads, and for later layers.
+    """Return the slopes of a layer's heads.
 
     Head h has 2 ** (-8 (h + 1) / num_heads), multiplied by a share that falls linearly from 1 in layer 0 to nearly 0 in
     the last layer.

@@ -21,6 +21,7 @@ from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
+from jaxengine.models.layers.states.inputs import state_input
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.state.conv import causal_conv
 from jaxengine.pallas_kernels.state.scan import selective_scan
@@ -72,12 +73,14 @@ class Mamba(nnx.Module):
         window, vectors = states
         with jax.named_scope("inputs"):
             mixed, z = jnp.split(self.inputs(x, step.rows), 2, axis=1)
+            mixed = state_input(self, step, 0, mixed)
         with jax.named_scope("causal_conv"):
             mixed, window = causal_conv(mixed, self.taps[...], window, rows)
             mixed = mixed if self.conv_bias is None else mixed + self.conv_bias[...].astype(jnp.float32)
             mixed = ACTIVATIONS[self.state.activation](mixed)
         with jax.named_scope("time_steps"):
             dt, b, c = self._selected(mixed, x.dtype, step)
+            dt, b = state_input(self, step, 1, dt), state_input(self, step, 2, b)
             dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].reshape(-1))
         with jax.named_scope("selective_scan"):
             o, vectors = self._scan(mixed, b, c, dt, vectors, rows)
@@ -138,16 +141,16 @@ class HeadedMamba(Mamba):
         self.skip = of_heads("D", width, "float32", None)
 
     def _selected(self, mixed: jax.Array, dtype: Any, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return time steps f32[T, C] without their bias, and B and C f32[N, T, state_size] of this device's N heads,
+        """Return time steps f32[T, C] without their bias, and B and C f32[T, N, state_size] of this device's N heads,
         for inputs `mixed` f32[T, C], which are rounded to `dtype`.
         """
         rank, size = self.state.time_rank, self.state.state_size
         weight, dt = (each[...].astype(jnp.float32) for each in (self.select, self.dt))
         by_head = mixed.astype(dtype).astype(jnp.float32).reshape(len(mixed), len(weight), -1)
         with jax.default_matmul_precision("float32"):
-            selected = jnp.einsum("tnw,nkw->ntk", by_head, weight.reshape(len(weight), rank + 2 * size, -1))
+            selected = jnp.einsum("tnw,nkw->tnk", by_head, weight.reshape(len(weight), rank + 2 * size, -1))
             steps, b, c = jnp.split(selected, (rank, rank + size), axis=-1)
-            steps = jnp.einsum("ntr,nwr->tnw", steps, dt.reshape(len(dt), -1, rank))
+            steps = jnp.einsum("tnr,nwr->tnw", steps, dt.reshape(len(dt), -1, rank))
         return steps.reshape(mixed.shape), b, c
 
     def _scan(
@@ -157,16 +160,12 @@ class HeadedMamba(Mamba):
 
         A row of the vectors is seen as a row for each head, so that no head's part of them is copied.
         """
-        heads, shape = len(b), vectors.shape
+        heads, shape = b.shape[1], vectors.shape
         log_a = self.log_a[...].reshape(heads, -1, shape[-1])
         vectors, outputs = vectors.reshape(shape[0] * heads, -1, shape[-1]), []
         parts = (jnp.split(each, heads, axis=1) for each in (mixed, dt))
         for head, (u, steps) in enumerate(zip(*parts, strict=True)):
-            own = rows._replace(
-                reads=jnp.where(rows.reads < 0, -1, rows.reads * heads + head),
-                writes=rows.writes * heads + head,
-                saves=rows.saves * heads + head,
-            )
-            o, vectors = selective_scan(u, b[head], c[head], steps, -jnp.exp(log_a[head]), vectors, own)
+            own = rows.at(lambda row, head=head: row * heads + head)
+            o, vectors = selective_scan(u, b[:, head], c[:, head], steps, -jnp.exp(log_a[head]), vectors, own)
             outputs.append(o)
         return jnp.concatenate(outputs, axis=1), vectors.reshape(shape)

@@ -19,6 +19,7 @@ from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.states.inputs import state_input
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.state.conv import causal_conv
 from jaxengine.pallas_kernels.state.space import state_space
@@ -109,6 +110,7 @@ class Mamba2(nnx.Module):
             parts = jnp.split(self.inputs(x, step.rows), self.ends, axis=1)
             z, mixed, b, c, dt = map(scaled, parts, state.multipliers)
             shared = jnp.concatenate([b, c], axis=1)
+            mixed, shared, dt = (state_input(self, step, *each) for each in enumerate((mixed, shared, dt)))
         with jax.named_scope("causal_conv"):
             mixed, windows = self._convolved(0, mixed, states[0], rows)
             shared, shared_windows = self._convolved(1, shared, states[1], rows)

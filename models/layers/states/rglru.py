@@ -16,6 +16,7 @@ from jaxengine.models.config.state import GatedRecurrence
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.states.inputs import state_input
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.pallas_kernels.state.conv import causal_conv
 from jaxengine.pallas_kernels.state.scan import selective_scan
@@ -84,7 +85,7 @@ class RecurrentBlock(nnx.Module):
         window, before = states
         with jax.named_scope("inputs"):
             gate = self.activation(self.gate(x, step.rows, out_dtype=jnp.float32))
-            mixed = self.inputs(x, step.rows)
+            mixed = state_input(self, step, 0, self.inputs(x, step.rows))
         with jax.named_scope("causal_conv"):
             mixed, window = causal_conv(mixed, self.taps[...], window, rows)
             mixed = mixed + self.conv_bias[...].astype(jnp.float32)

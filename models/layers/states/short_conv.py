@@ -19,6 +19,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.states.inputs import state_input
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.state.conv import causal_conv
 
@@ -51,7 +52,8 @@ class ShortConv(nnx.Module):
         with jax.named_scope("inputs"):
             before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
         with jax.named_scope("causal_conv"):
-            mixed, windows = causal_conv(before * x, self.conv[...], states[0], rows)
+            mixed = state_input(self, step, 0, before * x)
+            mixed, windows = causal_conv(mixed, self.conv[...], states[0], rows)
         return self._gated(after, mixed, step), (windows,)
 
     def _gated(self, gates: jax.Array, mixed: jax.Array, step: StepInputs) -> jax.Array:

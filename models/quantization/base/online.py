@@ -51,8 +51,9 @@ class Rounded(InOrder):
         return scales, (points - 8) * scales if self.has_zeros else None
 
     def _fitted(self, module: StoredModule, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return scales and zero points, f32 [rows, n] each, for weights f32 [rows, in]; zero points are zeros except
-        for int4.
+        """Return scales and zero points, f32 [rows, n] each, for the n groups of weights f32 [rows, in]: the largest
+        code stands for a group's largest magnitude, or for int4 15 steps for the range of its weights and 0. Zero
+        points are zeros except for int4; a scale that would be 0 is 1.
 
         Raises ModelFileError for weights without a finite scale: a NaN would round to an arbitrary code.
         """

@@ -85,8 +85,9 @@ def _target(name: Any) -> str:
 
 
 def _stored(settings: Mapping[str, Any]) -> Stored | None:
-    """Return the storage format of a module with these settings; None for plain weights. Raises ModelConfigError for
-    unsupported values.
+    """Return the storage format of a module with these settings: that of GPTQ (by default) or AWQ, as packing_format
+    says, with symmetric codes and groups of 128 inputs by default; None for plain weights, of 16 bits or data_type
+    float. Raises ModelConfigError for unsupported values, and for 3 bits with zero points.
     """
     bits, kind = settings.get("bits"), settings.get("data_type")
     if (type(bits) is int and bits >= 16) or kind == "float":

@@ -40,7 +40,8 @@ _MICROSCALED = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Return the Quantization that compressed-tensors settings describe. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that compressed-tensors settings describe. Raises ModelConfigError for unsupported ones,
+    such as sparse weights, and for no groups without a kv_cache_scheme.
 
     It has a rule for each target of config_groups, in the order of `_precedence`. Modules in `ignore` are plain, and
     kv_cache_scheme gives the dtype of keys and values.

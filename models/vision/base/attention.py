@@ -81,9 +81,11 @@ def _in_segments(
     scale: float,
     block: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return segment_attention, [P, N, H], and the results of the tokens `leads`, [P / block, N, H]; None for None.
+    """Return what `segment_attention` returns, [P, N, H], and the results of the tokens `leads`, [P / block, N, H];
+    None for None. It is computed `block` queries at a time.
 
-    leads: queries, keys and values of these tokens, one for each block (led_attention).
+    q, k, v, segment, scale: as in `segment_attention`. leads: queries, keys and values of these tokens, one for each
+    block (led_attention).
     """
     # A block of keys may begin anywhere: after the last patch there is room for one.
     keys, values = (jnp.pad(x, ((0, _KEYS), (0, 0), (0, 0))) for x in (k, v))

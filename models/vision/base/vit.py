@@ -163,7 +163,7 @@ def linear(
     in_size: int, source: str, out_size: int, axes: tuple[str, str], build: Build, *, bias: bool = True
 ) -> Linear:
     """Return a new product of a tower, in_size -> out_size, with the checkpoint module `source`. axes: logical axes of
-    (in, out), which are not split if each device has the whole tower.
+    (in, out), which are not split if each device has the whole tower. bias: whether it has one.
     """
     split = (tower_axis(axes[0], build), tower_axis(axes[1], build))
     return Linear(in_size, (Source(source, out_size),), axes=split, bias=bias, build=build)

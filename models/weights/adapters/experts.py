@@ -6,12 +6,10 @@ without a gate) or "...mlp.experts.down_proj". Its `ParamWrapper` has one pair o
     lora_A  [E * r, in]     rows of an expert, then of a rank
     lora_B  [out, r * E]    columns of a rank, then of an expert
 
-It replaces the module `experts`, so the file calls the pair `experts`. A second parameter of the module is
-wrapped around the first, and the first one's pair, gate_up_proj's, is then called `experts.base_layer`.
+The file calls the pair `experts`; if there are two, gate_up_proj's is called `experts.base_layer`.
 
-Which of p and q is `in` has changed: p in 0.17 and 0.18, and q since 0.19 unless the module says
-`is_transposed`. So the pair is for the matrix of a linear layer, or for its transpose; shapes decide, and where
-a matrix is square, the others of the same file do.
+Which of p and q is `in` has changed with PEFT 0.19, so the pair is for the matrix of a linear layer, or for its
+transpose; shapes decide, and where a matrix is square, the others of the same file do.
 """
 
 from __future__ import annotations

@@ -115,8 +115,7 @@ def save_checkpoint(
 def _reported_once() -> Iterator[None]:
     """Return a context manager that silences secondary reports of an error that is raised as well.
 
-    They come from threads of Orbax and tensorstore, from asyncio and from Python, maybe long after the error, so the
-    silence ends with the block only if there was no error.
+    They may come long after the error, so the silence ends with the block only if there was none.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -182,10 +181,7 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
 
 
 def _check_files(weights: Path) -> None:
-    """Raise ModelFileError if the folder `weights` holds anything but regular files and folders, at any depth.
-
-    Orbax follows links out of the folder and hangs on pipes.
-    """
+    """Raise ModelFileError if the folder `weights` holds anything but regular files and folders, at any depth."""
     for folder, folders, files in os.walk(weights):
         for name in (*folders, *files):
             mode = os.lstat(Path(folder) / name).st_mode

@@ -299,7 +299,7 @@ class _SafetensorsFile:
 
     def _whole_rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return rows `first` to last - 1 of a tensor, all columns. They are cached, in place of the previous ones,
-        until other rows are requested: other devices request other columns of the same rows.
+        until other rows are requested.
 
         Raises ModelFileError if the file cannot be read or ends early.
         """

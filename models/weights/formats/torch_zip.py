@@ -1,9 +1,8 @@
 """Files of `torch.save`: a zip archive of raw storages, and a pickle that says which tensors are made of them.
 
-The pickle is not unpickled. It is a program for a stack machine, and the reader here carries out only the few
-instructions that torch writes for a tensor or a dict of tensors. The names that it refers to are compared with the few
-that are allowed, and never imported or called. Any other instruction or name is an error. Files are untrusted: sizes
-are checked before anything is allocated.
+The pickle is not unpickled. It is a program for a stack machine, of which the reader here carries out only the few
+instructions that torch writes for a tensor or a dict of tensors. Names are never imported or called. Any other
+instruction or name is an error. Sizes are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ class _Program:
 
     def _add(self, items: Iterable[tuple[Any, Any]]) -> None:
         """Add pairs of a key and a value to the dict on top of the stack. Raises TorchFileError for anything but a dict
-        and for keys that are not strings: hashing a tuple could take as long as a file likes.
+        and for keys that are not strings.
         """
         for key, value in items:
             if type(held := self._stack[-1]) is not dict or not isinstance(key, str):

@@ -3,8 +3,7 @@ holds the convolutions of queries, keys and values in memory.
 
 NAME.conv1d.weight [Q + K + V, L]     NAME.q_conv1d.weight [Q, L], NAME.k_conv1d.weight [K, L], NAME.v_conv1d.weight
 
-When it saves a model, transformers 5 cuts the joined tensor into parts of equal length, whatever Q, K and V are.
-A model may also declare the joined tensor, of which checkpoints have the parts.
+transformers 5 saves parts of equal length, whatever Q, K and V are. A model may also declare the joined tensor.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def heads_in_pairs(config: ModelConfig) -> tuple[dict[str, int], bool]:
 def under_transformers_names(source: WeightSource, config: ModelConfig) -> WeightSource:
     """Return a MistralSource of a checkpoint with Mistral AI's names, and any other checkpoint as it is.
 
-    Names decide, not the file's: transformers, too, writes those of Mistral AI for a class whose published checkpoints
-    have them (Mistral Large 4). config: the model. Raises the errors of MistralSource.
+    The tensors' names decide, not the file's. config: the model. Raises the errors of MistralSource.
     """
     return MistralSource(source, *heads_in_pairs(config)) if any(map(_QUERIES.fullmatch, source.names())) else source
 

@@ -1,10 +1,9 @@
 """Computing warpgroups of the prefill kernel on a Blackwell GPU: tcgen05 products, sums in tensor memory.
 
 Tiles, loads and stores are those of `attention.hopper`, but a warpgroup has 128 rows, all rows of a product. Each lane
-holds one row in its registers, so the maximum and the sum of a row need no other lane. A warpgroup starts the scores of
-the next block before it computes the softmax of this one. The tensor cores are thus busy during a softmax, and the two
-warpgroups need not take turns. The sums of values stay in tensor memory, where they are scaled in pieces. Weights go
-through shared memory.
+holds one row in its registers. A warpgroup starts the scores of the next block before it computes the softmax of this
+one. The tensor cores are thus busy during a softmax, and the two warpgroups need not take turns. The sums of values
+stay in tensor memory, where they are scaled in pieces. Weights go through shared memory.
 """
 
 from __future__ import annotations

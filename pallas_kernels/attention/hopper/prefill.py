@@ -5,11 +5,9 @@ have three warpgroups: one moves data (prefill_load.py), and two compute in turn
 while the other computes its softmax. The call and the computation are here; schedule.py decides which tokens form an
 item.
 
-A tile is 128 query rows: the tokens of an item times as many heads of one kv head as make 128 rows. Short runs fill a
-tile, too, every block of keys serves 128 rows, and both computing warpgroups process the same blocks, which keeps their
-turns in step. Queries and outputs are not copied into another layout. A TMA box must begin at a multiple of 8 tokens,
-so a tile loads from the last such multiple up to its first token. It may compute up to 7 rows of other tiles, whose
-results it does not store.
+A tile is 128 query rows: the tokens of an item times as many heads of one kv head as make 128 rows. Queries and outputs
+are not copied into another layout. A TMA box must begin at a multiple of 8 tokens, so a tile loads from the last such
+multiple up to its first token. It may compute up to 7 rows of other tiles, whose results it does not store.
 """
 
 from __future__ import annotations

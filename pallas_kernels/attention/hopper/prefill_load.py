@@ -110,16 +110,12 @@ class Shape(NamedTuple):
 
     @property
     def output_width(self) -> int:
-        """Number of columns of the kernel's output: the head dim rounded up to a multiple of 64, because each of its
-        rows must begin at a multiple of 128 bytes.
-        """
+        """Number of columns of the kernel's output: the head dim rounded up to a multiple of 64."""
         return -(-self.spec.head_dim // OUTPUT_COLUMNS) * OUTPUT_COLUMNS
 
     @property
     def output_columns(self) -> int:
-        """Number of output columns stored at a time: 32 with tensor memory, else all of them up to 128, else 64. Shared
-        memory has no room for all columns of a large head dim.
-        """
+        """Number of output columns stored at a time: 32 with tensor memory, else all of them up to 128, else 64."""
         if self.tensor_memory:
             return OUTPUT_COLUMNS // 2
         return OUTPUT_COLUMNS if self.output_width > 2 * OUTPUT_COLUMNS else self.output_width
@@ -453,7 +449,7 @@ def _widen(shape: Shape, source, target, change) -> None:
     """Write change(codes, row) to `target`, where codes are those of `source`, converted to `shape.dtype`, and row i32
     their rows in the block.
 
-    Handles one piece at a time, because the producer has few registers.
+    Handles one piece at a time.
     """
     for part in _chunks(shape, shape.kv_dtype):
         codes = source.at[part][...]

@@ -10,9 +10,6 @@ share one schedule; XLA computes it once per step. Two kernels read it:
 - `PrefillItems`: tiles of up to `prefill_block_q` tokens of the longer runs. Queries are not moved: a tile loads
   from the multiple of 8 tokens before its first one, as a tiled TMA box must, so tiles end at such multiples.
 
-A batch with at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel,
-and still serves any batch of its shape. The same holds for a batch with too few tokens for a run.
-
 R is the number of rows of a batch, Q the most tokens of a row, I the most items, and C the number of CTAs.
 """
 

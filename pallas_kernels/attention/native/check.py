@@ -85,7 +85,8 @@ def _exact(
     sinks: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the attention [T, N, Hv] of tokens q [T, N, H] over the keys [n, K, page size, H] and values [n, K, page
-    size, Hv] of one sequence's pages, and its log-sum-exp [T, N], in float64. cap: soft cap, 0 for none.
+    size, Hv] of one sequence's pages, and its log-sum-exp [T, N], in float64. ranges: [2, T], first key that each token
+    sees, and one past the last. scale: factor of logits, [K]. cap: soft cap, 0 for none. sinks: [N].
     """
     found, lse = np.zeros((*q.shape[:2], _VALUE_WIDTH)), np.zeros(q.shape[:2])
     for head in range(q.shape[1]):

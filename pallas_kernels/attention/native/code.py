@@ -106,8 +106,8 @@ class AttentionCode(Handlers):
         """Build the module.
 
         triple, abi: see Handlers. wide: whether the processor has vectors of 512 bits; with narrower ones half as many
-        chunks of keys are multiplied at once, as it has half as many registers. has_dots: whether it has `vdpbf16ps`;
-        otherwise words are widened and multiplied as float32.
+        chunks of keys are multiplied at once. has_dots: whether it has `vdpbf16ps`; otherwise words are widened and
+        multiplied as float32.
         """
         super().__init__("attention", triple, abi)
         self._softmax = softmax = Softmax(self, self._fma, has_dots=has_dots)
@@ -355,9 +355,7 @@ class _Item:
         return keys, b.at(tile, b.total((own["page_size"], own["key_bytes"]), (within, own["value_bytes"])))
 
     def _fetch(self, position: Any) -> None:
-        """Emit prefetches, into the second cache, of the chunk that begins at a position, i64. The processor itself
-        prefetches within a page, but a sequence's pages lie anywhere.
-        """
+        """Emit prefetches, into the second cache, of the chunk that begins at a position, i64."""
         b, own = self._b, self._own
         for pointer, size in zip(self._chunk(position), ("key_bytes", "value_bytes"), strict=True):
             with b.loop(I64(0), b.mul(own[size], I64(LANES)), _LINE_BYTES) as (line, _):

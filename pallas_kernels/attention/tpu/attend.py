@@ -207,8 +207,6 @@ def attend_tiles(
 def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None, int]:
     """Return the page table [S, W], flattened, as (SMEM operand [S * W], None, W) if it fits (`fits_smem`), else as
     (None, HBM operand [S * W'], W'), padded with zeros to W' columns, W rounded up to a multiple of LANES.
-
-    It is flat because the address of an entry in tiles of two dimensions takes five more operations.
     """
     width = page_table.shape[1]
     if fits_smem(sizes, page_table.shape):

@@ -217,6 +217,7 @@ def _call(
 def _score_chunk(counts, table, q, weights, pool, o, buffer, arrived, *, plan: _Plan, steps: int) -> None:
     """Write the scores of the keys of a grid step's chunk to `o`, once its pages have arrived; write nothing for a
     chunk without pages to read. Start the copies of the core's next chunk, and in its first step those of its own.
+    Operands are those of `_call`, then the scratch. steps: grid steps of a core.
     """
     core, step, chunk = (pl.program_id(axis) for axis in range(3))
     index = step * plan.chunks + chunk  # of the core's chunks

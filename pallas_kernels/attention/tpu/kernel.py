@@ -200,10 +200,9 @@ def _fold_block(
 ) -> None:
     """Fold a block of keys, in buffer `slot` and from position `first_key` on, into the running softmax of tile `sub`.
 
-    The scores of a phase (one of `plan.phases`) are computed before the softmax and values of the previous phase. The
-    steps of one head depend on each other and would leave the matrix unit idle in turn; those of different phases do
-    not. masked: whether some row may not see some key. parts: number of phases to fold, None for all; later ones
-    hold no visible key.
+    The scores of a phase (one of `plan.phases`) are computed before the softmax and values of the previous phase.
+    masked: whether some row may not see some key. parts: number of phases to fold, None for all; later ones hold no
+    visible key.
     """
     visible = member = None
     if masked:
@@ -334,9 +333,7 @@ def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, oth
 
 
 def _across(x: jax.Array, size: int) -> jax.Array:
-    """Return lane-replicated x [n, LANES] as [n, size], by repeating or cutting off registers; broadcasting a column
-    would shuffle lanes.
-    """
+    """Return lane-replicated x [n, LANES] as [n, size], by repeating or cutting off registers."""
     if size <= LANES:
         return x[:, :size]
     repeats = -(-size // LANES)
@@ -382,10 +379,7 @@ def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
 
 
 def _store_lse(refs: Refs, sub, head: int, lse: jax.Array) -> None:
-    """Write lane-replicated `lse` [rows, LANES] of a kv head to row refs.lse[sub, head], one lane per row.
-
-    Stored as a column, each row would take a whole lane tile of HBM.
-    """
+    """Write lane-replicated `lse` [rows, LANES] of a kv head to row refs.lse[sub, head], one lane per row."""
     for first in range(0, lse.shape[0], LANES):
         part = lse[first : first + LANES]
         row, lane = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))

@@ -68,8 +68,7 @@ class Plan:
         """Return whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum
         of its weights, because that sum fits into spare columns.
 
-        The sums are then of the rounded weights, the same that multiply the values. False for single tokens, whose time
-        is spent on loading operands into the matrix unit.
+        The sums are then of the rounded weights, the same that multiply the values. False for single tokens.
         """
         size = self.values[head].size
         return self.block_q > 1 and -(-size // self.mxu_columns) == -(-(size + LANES) // self.mxu_columns)
@@ -93,8 +92,7 @@ class Plan:
         """Parts that are computed together, in order. A phase is `blocks.heads` kv heads, or one of the `parts` parts
         of the work on the only kv head.
 
-        Parts of rows share the keys that are loaded into the matrix unit. For tiles of one token, whose rows are so few
-        that this load takes the time, the parts are of pages, which load nothing twice.
+        Parts are of rows, which share the keys that are loaded into the matrix unit; for tiles of one token of pages.
         """
         blocks, num_heads, parts = self.blocks, len(self.keys), self.parts
         if parts == 1:

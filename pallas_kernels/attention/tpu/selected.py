@@ -7,8 +7,8 @@ so its result does not depend on the rest of the batch.
 
 - Blocks of keys: a run is the part of a block that lies in one page, and only the lanes of one KV head are copied.
 - Selected keys: a run is an aligned group of rows in which some are selected, and the kernel gets a mask of the others.
-  A group is the rows that share words of 32 bits, two of bfloat16 (words.py): in the worst case, where every group has
-  a single selected key, twice the selected bytes are read. With `TpuAttention.selected_rows` it may be a tile of eight.
+  A group is the rows that share words of 32 bits, two of bfloat16 (words.py), or with `TpuAttention.selected_rows` a
+  tile of eight.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ PACKED_SUBLANES = 16  # rows of a register of bfloat16
 class Window(NamedTuple):
     """Range of full lane tiles of a pool row that contains one head's keys or values.
 
-    Operands are sliced at lane tiles because a slice that starts inside one rotates every register. Elements of the
-    window outside of the head are multiplied by zeros of the query, or cut off the result.
+    Elements of the window outside of the head are multiplied by zeros of the query, or cut off the result.
     """
 
     start: int  # columns [start, start + size) of the row, both multiples of LANES
@@ -78,8 +77,7 @@ def buffer_lanes(row_lanes: int) -> int:
     """Return the number of lanes that a page row of `row_lanes` lanes takes in VMEM: one lane tile (128) more if it is
     a multiple of four tiles.
 
-    Tiles of one head lie a row apart. If that distance were a multiple of four tiles, they would share a bank of VMEM,
-    of which one tile is read per cycle.
+    Otherwise tiles of one head, which lie a row apart, would share a bank of VMEM.
     """
     return row_lanes + (LANES if row_lanes % (4 * LANES) == 0 else 0)
 
@@ -106,8 +104,7 @@ def choose_blocks(
       page_size: tokens of a page.
       max_pages: columns of the page table.
       num_tiles: tiles of the kernel call.
-      single: whether tiles are of one token. These are bound by bandwidth, and long blocks amortise the work per block.
-        Others are bound by the matrix unit, and short blocks waste less of it on keys past the causal edge.
+      single: whether tiles are of one token, whose blocks are longer.
     """
     # Keys lie along lanes in the scores: a block is a multiple of a lane tile.
     unit = LANES // math.gcd(page_size, LANES)
@@ -154,8 +151,7 @@ def choose_parts(
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
     """Return whether all of an i32 page table of this shape, [S, W], fits in sizes.smem_table_bytes of SMEM.
 
-    Its size is counted in whole register tiles, which is more than the flat table takes, because a table of many short
-    rows comes with a long work list.
+    Its size is counted in whole register tiles.
     """
     num_seqs, width = page_table_shape
     return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= sizes.smem_table_bytes

@@ -1,10 +1,10 @@
-"""Views of a pool by tiles of HBM, and pages of one row of 32-bit words, for attention to selected keys: as few rows
-as a copy on a TPU can move.
+"""Views of a pool by tiles of HBM, and pages of one row of 32-bit words, for attention to selected keys: as few rows as
+a copy on a TPU can move.
 
 Rows narrower than 32 bits share words: two rows of bfloat16, four of one byte. XLA stores tiles of eight rows by 128
 lanes; of one byte, tiles of 32 rows where these divide a page. Of tiles of eight rows `word_rows` is a view of the same
-bytes whose tiles are single rows of words, from which a copy takes three quarters of the instructions of one that
-begins within a tile. Of tiles of 32 rows XLA would make that view by copying the pool; they are read from within.
+bytes whose tiles are single rows of words. Of tiles of 32 rows XLA would make that view by copying the pool; they are
+read from within.
 
 In both cases VMEM gets the words of a page lane tile by lane tile, and a load with a stride puts those of eight pages
 into one register.
@@ -40,8 +40,7 @@ def tile_rows(data: jax.Array) -> jax.Array:
     """Return the data [P, page_size, C] of a pool of layout TOKEN_ROWS as [P, page_size / n, n, C] with the n rows of a
     tile. On a TPU it is the same bytes.
 
-    With it, VMEM gets tiles of equal size: tpu7x has larger ones there, for which a copy takes three times the
-    instructions.
+    With it, VMEM gets tiles of equal size.
     """
     tile = rows_of_tile(data)
     return data.reshape(data.shape[0], -1, tile, data.shape[2])

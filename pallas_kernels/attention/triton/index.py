@@ -1,8 +1,7 @@
 """Scores of an indexer's keys on NVIDIA GPUs, in a Pallas-Triton kernel that reads each key once, from its page.
 
-Selection is that of attention.xla; only the scores of a span of keys come from here. Plain XLA gathers the keys into
-an array of their own, and writes the product of every head before it adds them up: more bytes than the keys have. A
-program multiplies a block of keys by the queries of all tokens of a tile, and writes one score for each token and key.
+Selection is that of attention.xla; only the scores of a span of keys come from here. A program multiplies a block of
+keys by the queries of all tokens of a tile, and writes one score for each token and key.
 """
 
 from __future__ import annotations

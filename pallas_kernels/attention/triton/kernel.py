@@ -4,11 +4,10 @@ Contains two kernels over `attention.hopper.schedule.DecodeItems`. A program of 
 of a row's tokens and of all query heads that share a KV head, over a range of blocks of keys. If the item is all of its
 (row, kv head) pair, the program writes the result; else it writes a partial softmax. The second kernel merges these by
 log-sum-exp, in order, so that the result is the same on every run. Queries, pages and results are read and written in
-place, without copies into another layout. A prefill is cut into rows as well: each fills the tile of a tensor-core
-product and reads its keys from the L2 cache.
+place, without copies into another layout. A prefill is cut into rows as well.
 
-Latents (values that are the first columns of keys) are read once, for both products; the other columns of a key meet
-an operand of queries of their own. Query heads that are too many for one program are tiles, which count as KV heads.
+Latents (values that are the first columns of keys) are read once, for both products; the other columns of a key meet an
+operand of queries of their own. Query heads that are too many for one program are tiles, which count as KV heads.
 
 Triton requires powers of two, so shapes are padded to them by masks: masked elements are neither read nor written.
 """
@@ -184,8 +183,8 @@ def rows_attention(
 
 
 def _compiler_params(shape: Shape, sizes: TritonAttention) -> plt.CompilerParams:
-    """Return Triton's options of the first kernel. With fewer warps the sums of 64 rows, or of 32 of latents, do not
-    fit the registers; with more stages latents do not fit the shared memory of Ada.
+    """Return Triton's options of the first kernel: 8 warps for more than 32 query rows, or LEAST over latents, else 4,
+    and the stages of `sizes`.
     """
     if shape.spec.values_in_keys:
         return plt.CompilerParams(num_warps=8 if shape.rows > LEAST else 4, num_stages=sizes.selected_stages)

@@ -1,9 +1,9 @@
 """Sparse attention on NVIDIA GPUs in a Pallas-Triton kernel: attention to listed slots of a pool.
 
 What a token, or a KV head of it, selected is a list of slots of the pool, and the kernel reads these rows and no
-others: Triton gathers by pointers, where TMA before compute capability 10.0 copies boxes of consecutive rows. A list is
-cut into parts of a fixed number of keys, each of which is a program's: so a few tokens fill a card, and a token's sums
-are taken in the order of its own list, whatever else is in the batch. XLA adds the parts up, in order.
+others. A list is cut into parts of a fixed number of keys, each of which is a program's: so a few tokens fill a card,
+and a token's sums are taken in the order of its own list, whatever else is in the batch. XLA adds the parts up, in
+order.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ actual lengths.
 Online softmax over kv blocks (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv
 2205.14135) on the work list of schedule.py. One loop with a dynamic trip count processes one (tile, kv block) at a
 time: it gathers the block's pages, folds them into the running maximum, denominator and accumulator of the tile's rows,
-and writes the normalised result back. Several short sequences share a tile, because on the CPU an operation costs about
-a microsecond before it does any work.
+and writes the normalised result back. Several short sequences share a tile, which saves operations.
 
-The loop body is compiled once per layer and step shape, so it consists of few and large operations: the schedule, and
-not this loop, turns lengths into masks and scalars.
+The schedule, and not this loop, turns lengths into masks and scalars.
 """
 
 from __future__ import annotations
@@ -334,9 +332,8 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
 
     Values in slots outside [low, high), scales included, are 0, as those slots may hold NaN; their keys are left as
     they are, because their logits are masked. A page id there may be garbage, which the gather clips. On CPUs the two
-    branches of a cond differ only in the mask: most blocks need none and are copied at memory bandwidth. The cond also
-    keeps XLA from fusing the reshapes below into the gathers, which would then compute an index per element and take
-    three times as long. On GPUs the mask is a part of the gather's own kernel, and a cond would make the host wait.
+    branches of a cond differ only in the mask. The cond also keeps XLA from fusing the reshapes below into the gathers,
+    which would take three times as long. On GPUs a cond would make the host wait.
     """
     kv, spec = step.kv, step.kv.spec
     if kv.layout == TOKEN_ROWS:

@@ -1,9 +1,8 @@
 """Sparse attention in plain XLA: scores of an indexer over paged keys, and attention to the keys that it selects.
 
 `select_keys` processes the work list of schedule.py with tiles of its own size. A tile's scores are computed one block
-of keys at a time, and merged into the best so far every few blocks. Memory therefore does not grow with the context,
-and of the pool only the indexer's keys are read, once for each tile. `selected_attention` processes a few tokens at a
-time and gathers only the keys that they selected, so that the latents it reads follow k and not the context.
+of keys at a time, and merged into the best so far every few blocks. Of the pool only the indexer's keys are read, once
+for each tile. `selected_attention` processes a few tokens at a time and gathers only the keys that they selected.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `select_blocks` works on the tiles of selected.py, with each KV head of a token as a row of its own. `block_attention`
 processes a few tokens at a time and gathers only the blocks that each of their KV heads selected, in pieces that lie in
-one page, so that the keys and values it reads do not follow the context.
+one page.
 """
 
 from __future__ import annotations

@@ -75,7 +75,6 @@ def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> 
 
     contract: the matrix's axis of inputs. terms: number of equal parts into which these are cut, see `_num_terms`.
 
-    XLA:CPU's product of bfloat16 writes the widened matrix to memory first, and its sums of products are scalar code.
     Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a half. The
     remaining sums are added by a product with ones, into which XLA fuses nothing; into a sum it would fuse the terms.
     """

@@ -1,7 +1,7 @@
 """Grouped products for the CPU: plain XLA whose cost follows the non-empty groups and their rows.
 
-On CPUs jax.lax.ragged_dot multiplies all rows with all matrices. Here a loop with a dynamic trip count processes one
-non-empty group at a time and reads its matrix once; an inner loop multiplies one block of the group's rows at a time.
+A loop with a dynamic trip count processes one non-empty group at a time and reads its matrix once; an inner loop
+multiplies one block of the group's rows at a time.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ class Shape:
 
     @property
     def vector_rows(self) -> int:
-        """Number of entries in shared memory of a vector with one entry per row of a tile: tile_rows rounded up to 32,
-        because TMA writes multiples of 128 bytes.
+        """Number of entries in shared memory of a vector with one entry per row of a tile: tile_rows, rounded up to a
+        multiple of 32.
         """
         return -(-self.tile_rows // 32) * 32
 

@@ -2,9 +2,9 @@
 
 A handler cuts the outputs into blocks, which the threads of XLA's pool, and the calling thread, take one after another.
 A block of a matrix [in, out] is computed panel by panel. A panel is a few lines of the matrix, whose sums stay in the
-first cache and are then scaled and added to the result. Its lines are read eight at a time, side by side from left to
-right, while the eight below them are prefetched. A block of a table [out, in] is computed a few tokens at a time, while
-the tokens after them are prefetched.
+first cache and are then scaled and added to the result. Its lines are read eight at a time, while the eight below them
+are prefetched. A block of a table [out, in] is computed a few tokens at a time, while the tokens after them are
+prefetched.
 
 The order of additions to an element follows from the matrix's shape alone: a row has the same bits whatever other rows
 are multiplied with it, and for any number of threads.

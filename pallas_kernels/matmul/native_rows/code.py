@@ -91,8 +91,8 @@ class RowProducts(Handlers):
         """Build the module.
 
         triple, abi: see Handlers. wide: whether the processor has vectors of 512 bits; with narrower ones a tile is
-        multiplied a vector at a time, as there are fewer registers. has_dots: whether it has `vdpbf16ps`; otherwise
-        bfloat16 is widened and multiplied as float32.
+        multiplied a vector at a time. has_dots: whether it has `vdpbf16ps`; otherwise bfloat16 is widened and
+        multiplied as float32.
         """
         super().__init__("row_products", triple, abi)
         self._at_once = VECTORS if wide else 1
@@ -222,7 +222,7 @@ class RowProducts(Handlers):
         """Emit the computation of a block's outputs and rows, and of the number of blocks, and return them as fields of
         the job. values: others by name. threads: their number, i64.
 
-        Rows are cut where a thread would have fewer than _FEW_TILES tiles, as these cannot be shared out evenly.
+        Rows are cut where a thread would have fewer than _FEW_TILES tiles.
         """
         tiles, one = b.sdiv(values["outputs"], I64(TILE)), I64(1)
         parts = least(b, threads, b.sdiv(values["rows"], I64(_HEIGHT)))

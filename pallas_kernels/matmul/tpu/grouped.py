@@ -233,8 +233,7 @@ def shape_of(
     num_scales: 0 for plain matrices. gated: there are two matrices for each group; `out` is then a multiple of LANES
     and the width of one.
 
-    Loading a matrix into the matrix units takes as long as multiplying some tens of rows. So the rows of a group
-    should be in one tile, and in one block of it.
+    The rows of a group should be in one tile, and in one block of it.
     """
     most, whole = min(num_rows, sizes.group_rows), ROWS if jnp.dtype(x).itemsize == 1 else STEP
     tile, piece = tiles(most // whole * whole or num_rows, size, out, num_scales, x, codes, sizes)

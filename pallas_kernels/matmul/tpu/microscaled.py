@@ -1,7 +1,6 @@
 """Microscaled rounding on TPUs: a Mosaic kernel that reads rows once and writes them once.
 
-XLA:TPU reorders rows so that the inputs of a group are adjacent, and writes float32 values to memory and back. Here
-groups keep their order among a register's 128 lanes. As many columns of registers as a group has inputs are combined
+Groups keep their order among a register's 128 lanes. As many columns of registers as a group has inputs are combined
 pair by pair, which halves their number each time, until one register holds the largest values of all their groups. The
 scales are computed in that register, and each column picks its own from it.
 """

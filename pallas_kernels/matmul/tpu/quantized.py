@@ -61,10 +61,8 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str
 
 
 def sums_are_smaller(rows: int, group: int, sizes: TpuProducts) -> bool:
-    """Return whether to scale the sums of groups rather than the matrix, because for so few rows there are fewer sums
-    than codes.
-
-    Per group, the sums have one number for each row, the matrix one for each of its `group` inputs.
+    """Return whether to scale the sums of groups, one for each of `rows` rows, rather than the `group` inputs of each
+    group of the matrix: for at most sizes.sum_rows rows and group // 2.
     """
     return rows <= min(sizes.sum_rows, group // 2)
 
@@ -272,10 +270,8 @@ def column_bytes(size: int, num_scales: int, codes: Any) -> int:
 
 
 def vmem_limit(tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: Any, zeros: Any, most: int) -> int:
-    """Return the VMEM limit in bytes of a kernel: two tiles of (rows, columns) with these rows, codes, scales and
-    zeros (None for absent ones), plus its workspace, at most `most`.
-
-    XLA keeps nothing between kernels in memory that one of them reserves, so the limit is no larger than needed.
+    """Return the VMEM limit in bytes of a kernel: two tiles of (rows, columns) with these rows, codes, scales and zeros
+    (None for absent ones), plus its workspace, at most `most`.
     """
     size, count = rows.values.shape[1], 0 if scales is None else scales.shape[-2]
     held = sum(_tile_bytes(*tile, size, count, rows.values.dtype, codes.dtype))

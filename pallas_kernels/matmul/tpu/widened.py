@@ -4,8 +4,7 @@ It has two forms; a tuning table chooses one by the chip and the number of rows.
 half a group's inputs: codes are multiplied directly and the sum of each group of inputs is scaled, which is exact but
 costs an operation per element of the result for each group. "weights": codes are first widened, scaled and rounded to
 bfloat16, which costs one operation per element of the matrix. A piece of a few groups is scaled in units of the scale
-of its first group, which is applied to the piece's sums. Codes of the first group are thus exact, and the error of two
-groups of 128 inputs is 0.7 times what it would be if all of them were rounded.
+of its first group, which is applied to the piece's sums, so that codes of the first group are exact.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ from tests.sharding.parallel_cases import OPTIONS
 TEMPERATURES = (0.0, 0.7, 1.0)
 MANY, FEW = 200, 60
 PARALLEL = {"tp 2": {"tensor_parallel_size": 2}, "pp 2": {"pipeline_parallel_size": 2}}
+# A model with each kind of recurrent state.
+RECURRENT = (
+    *("qwen3_next", "kimi_linear", "granite_hybrid", "falcon_h1", "jamba", "zamba", "lfm2", "minimax"),
+    *("bailing_linear", "recurrent_gemma", "mamba2"),
+)
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 RECORDED = {"load_format": "auto", "skip_tokenizer_init": True}
 
@@ -55,6 +61,10 @@ def _family(name: str, drafts: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     return RECORDED | {"model": str(checkpoint(name))}, drafts
 
 
+def _of_states(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _family(name, NGRAM)
+
+
 def _draft_model(target: str, draft: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return _family(target, {"method": "draft_model", "model": str(checkpoint(draft))})
 
@@ -65,7 +75,8 @@ def _own(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _next_token(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    raw = json.loads((FOLDER / family / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    one = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+    raw = json.loads((FOLDER / family / "config.json").read_text()) | one
     (folder / "config.json").write_text(json.dumps(raw))
     return {"model": str(folder), "skip_tokenizer_init": True}, {"method": "mtp"}
 
@@ -91,11 +102,16 @@ SETS = {
     "ngram deepseek_v3": lambda folder: _family("deepseek_v3", NGRAM),
     "ngram glm_moe_dsa": lambda folder: _family("glm_moe_dsa", NGRAM),
     "ngram qwen3_moe": lambda folder: _family("qwen3_moe", NGRAM),
+    **{f"ngram {name}": partial(_of_states, name) for name in RECURRENT},
     "draft_model itself": _own,
+    "draft_model llama for qwen3_next": lambda folder: _draft_model("qwen3_next", "llama"),
+    "draft_model llama for mamba2": lambda folder: _draft_model("mamba2", "llama"),
     "draft_model gemma2 for llama": lambda folder: _draft_model("llama", "gemma2"),
     "mtp deepseek_v3": lambda folder: _next_token(folder, "deepseek_v3"),
     "mtp deepseek_v32": lambda folder: _next_token(folder, "deepseek_v32"),
     "mtp glm4_moe": lambda folder: _next_token(folder, "glm4_moe"),
+    "mtp qwen3_next": lambda folder: _next_token(folder, "qwen3_next"),
+    "mtp qwen3_5": lambda folder: _next_token(folder, "qwen3_5"),
     "eagle3 llama": lambda folder: _eagle3(folder, "llama"),
     "eagle3 qwen3": lambda folder: _eagle3(folder, "qwen3"),
     "dspark llama": lambda folder: _dflash(folder, "llama"),
@@ -136,6 +152,8 @@ def run(name: str, counts: list[int], cache: str, parallel: dict[str, Any]) -> d
                 prompts += more
                 params += [replace(each, temperature=temperature) for each in of_grammars]
             loads[temperature] = prompts, params, plain.generate(prompts, params, use_tqdm=False)
+        if plain.core.inputs.model_config.keeps_states:
+            parallel = {way: more for way, more in parallel.items() if way == "tp 2"}
         del plain
         drafted = accepted = preempted = 0
 

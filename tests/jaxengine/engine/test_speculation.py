@@ -26,6 +26,10 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "deepseek_v3", "phi3")
 
 GRAMMAR = {"method": "grammar", "num_speculative_tokens": 1}
+OF_STATES = (
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, and Qwen3NextForCausalLM keeps states"),
+    ({"rl_exact": True}, "rl_exact is given, which writes the states of Qwen3NextForCausalLM"),
+)
 WITHOUT = (({"nnodes": 2}, "nnodes is 2"), ({"max_num_batched_tokens": 1, "max_num_seqs": 1}, "no draft"))
 
 
@@ -422,5 +426,6 @@ def test_models_and_engines_without_drafts_say_why(engines):
             EngineConfig(speculative_config=DRAFTS, **options).resolved(model, PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match="without a tokenizer no request has a grammar"):
         EngineConfig(speculative_config=GRAMMAR, skip_tokenizer_init=True).resolved(model, PLATFORMS["cpu"])
-    with pytest.raises(ConfigError, match="keeps states of sequences, which cannot be rolled back"):
-        LLM(str(checkpoint("qwen3_next")), speculative_config=DRAFTS, skip_tokenizer_init=True)
+    for options, said in OF_STATES:
+        with pytest.raises(ConfigError, match=said):
+            LLM(str(checkpoint("qwen3_next")), speculative_config=DRAFTS, skip_tokenizer_init=True, **options)

@@ -18,6 +18,7 @@ from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
+from tests.jaxengine.engine.test_speculation import force
 from tests.tables import each_row
 
 MODELS = TINY_CHECKPOINT.parent
@@ -64,8 +65,9 @@ def workload():
     for index in range(20):
         tail = rng.integers(0, 128, int(rng.integers(1, 16))).tolist()
         prompts.append((shared if index % 3 else []) + tail)
-        count = int(rng.integers(2, 16))
-        params.append(SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=count, ignore_eos=True))
+        count, few = int(rng.integers(2, 16)), {7: 40.0, 11: 40.0, 13: 40.0}  # whose drafts are often right
+        chosen = {"max_tokens": count, "logit_bias": few if index % 2 else None, "ignore_eos": True}
+        params.append(SamplingParams(temperature=0.9 * (index % 2), seed=index, **chosen))
     return prompts, params
 
 
@@ -82,21 +84,51 @@ def make(executables_dir, folder):
 
 
 @pytest.fixture(scope="module")
-def llm(make):
-    return make(num_state_snapshots=12)
+def llm(make, folder):
+    """An engine with drafts, where the model's states can be those after some of a step's tokens."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    has_drafts = all(state.token_inputs for state in read_folder(folder).states)
+    return make(num_state_snapshots=12, **({"speculative_config": drafts} if has_drafts else {}))
+
+
+def accepted(llm) -> int:
+    found = (each.value for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens")
+    return int(next(found, 0))
 
 
 def test_tokens_do_not_depend_on_what_states_held(llm):
     prompts, params = workload()
-    use_scheduler(llm, enable_prefix_caching=False, num_snapshots=0)
+    widths = (1, 2) if llm.core.config.speculative_config else (None,)
+
+    def schedule(width, **options):
+        """Another scheduler, whose decodes have this many tokens; None if there are no drafts."""
+        scheduler = use_scheduler(llm, **options)
+        if width is not None:
+            force(llm, width)
+        return scheduler
+
+    schedule(widths[0], enable_prefix_caching=False, num_snapshots=0)
     expected = [run(llm, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
-    assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    tight = use_scheduler(llm, num_pages=20, num_snapshots=3)
-    assert run(llm, prompts, params) == expected and tight.num_preemptions > 0
-    roomy = use_scheduler(llm)
-    assert run(llm, prompts, params) == expected == run(llm, prompts, params)
-    assert roomy.num_prefix_hits > 20 * 16
-    assert llm.core.runner.compiles.count == 0
+    assert len({tuple(tokens) for tokens in expected}) == len(expected) and accepted(llm) == 0
+    for width in widths:
+        tight = schedule(width, num_pages=20, num_snapshots=3)
+        assert run(llm, prompts, params) == expected and tight.num_preemptions > 0
+        roomy = schedule(width)
+        assert run(llm, prompts, params) == expected == run(llm, prompts, params)
+        assert roomy.num_prefix_hits > 20 * 16
+    assert llm.core.runner.compiles.count == 0 and (accepted(llm) > 20) == (len(widths) > 1)
+
+
+def test_states_after_accepted_tokens_need_no_products_of_layers(llm):
+    (stage,) = llm.core.runner.stages
+    programs = stage.programs.extension("states").programs(stage.params)
+    assert bool(programs) == (llm.core.config.speculative_config is not None)
+    weights = {param.shape for param in stage.params if param.ndim == 2 and min(param.shape) > 16}
+    for program in programs:
+        lowered = jax.jit(program.function).lower(*program.arguments)
+        kept = {each.shape for each in jax.tree.leaves(lowered.out_info)}
+        text = lowered.as_text()
+        assert kept and not [shape for shape in weights if f"tensor<{shape[0]}x{shape[1]}xf32>" in text]
 
 
 def test_states_sleep_with_the_pages(llm):

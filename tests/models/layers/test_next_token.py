@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.cache import pool_spec
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.next_token import NextTokenSource
-from jaxengine.models.registry import build_next_token
+from jaxengine.models.registry import build_next_token, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
@@ -23,24 +23,54 @@ from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER, draw, draw_all
 
 PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 12, 1e-4
+OTHER = pytest.mark.thorough("another family")
+
+
+def stored_names(tensors, prefix: str, model):
+    """The layer's tensors as checkpoints of the model's family name them, and CheckpointNames.next_layer."""
+    names = model.checkpoint_names.next_layer
+    inverse = [(prefix + new, old) for old, new in names]
+    found = {
+        key: next((old + key.removeprefix(new) for new, old in inverse if key.startswith(new)), key) for key in tensors
+    }
+    assert not names or {key.partition(".")[0] for key in found.values()} == {"mtp"}
+    return {found[key]: value for key, value in tensors.items()}, names
+
+
+def test_layers_are_announced_and_quantised_under_the_names_of_their_checkpoints():
+    raw, raw_3_5 = (json.loads((FOLDER / name / "config.json").read_text()) for name in ("qwen3_next", "qwen3_5"))
+    assert read_hf(raw).num_nextn_predict_layers == 1 and read_hf(raw_3_5).num_nextn_predict_layers == 0
+    stored = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["mtp.layers.0.mlp"]}
+    config = read_hf(raw_3_5 | {"mtp_num_hidden_layers": 1, "quantization_config": stored})
+    head = build_next_token(config, Build("float32"))
+    (layer,) = head.layers
+    kinds = {
+        part: {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(module)) if leaf.ndim > 1}
+        for part, module in (("attention", layer.attention), ("mlp", layer.mlp))
+    }
+    assert "float8_e4m3fn" in kinds["attention"] and kinds["mlp"] == {"float32"}
 
 
 @pytest.mark.parametrize(
-    "name", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough("another family"))]
+    "name",
+    ["glm4_moe", "qwen3_5", *(pytest.param(name, marks=OTHER) for name in ("deepseek_v3", "qwen3_next"))],
 )
 def test_logits_are_those_of_the_definition(name, recorded, tmp_path):
     model, config = recorded(name).model, recorded(name).config
     prefix = f"model.layers.{config.num_layers}."
-    own = draw_all(json.loads((FOLDER / name / "next_token.json").read_text()))
+    about = json.loads((FOLDER / name / "tensors.json").read_text())
+    shapes = json.loads((FOLDER / name / "next_token.json").read_text())
+    own = draw_all(shapes, offset_norms=about["offset_norms"])
     # A checkpoint has copies of what the model lends.
     copies = {"embed_tokens.weight": np.ones((config.vocab_size, config.hidden_size), np.float32)}
     copies["shared_head.head.weight"] = copies["embed_tokens.weight"]
     other = {"model.norm.weight": draw("model.norm.weight", (config.hidden_size,))}
+    own, names = stored_names(own, prefix, model)
     save_file(own | other | {prefix + key: value for key, value in copies.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((FOLDER / name / "config.json").read_text())
     head = build_next_token(config, Build("float32"))
     source = SafetensorsCheckpoint(tmp_path)
-    nnx.update(head, load_params(head, NextTokenSource(source, config.num_layers)))
+    nnx.update(head, load_params(head, NextTokenSource(source, config.num_layers, names)))
     source.close()
     graph, state = nnx.split(head)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,4 +75,4 @@ def test_shapes_that_do_not_fit(x, weight, windows, said):
 def test_rows_that_do_not_fit():
     rows = BATCHES["decodes"].rows()
     with pytest.raises(ValueError, match=r"StateRows.writes must be int32\[8\], got int32\[2\]"):
-        causal_conv(jnp.zeros((8, 3)), jnp.zeros((3, 2)), jnp.zeros((2, 1, 3)), rows._replace(writes=rows.writes[:2]))
+        causal_conv(jnp.zeros((8, 3)), jnp.zeros((3, 2)), jnp.zeros((2, 1, 3)), replace(rows, writes=rows.writes[:2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,8 +90,8 @@ def test_a_sequence_does_not_depend_on_its_neighbours(implementation):
     for seq, count in enumerate(many.counts):
         alone = Batch((count,), int(seq < many.num_decode), many.num_tokens, many.num_seqs)
         place, kept = int(rows.writes[seq]), rows.saves.at[0].set(NUM_ROWS)
-        own = alone.rows()._replace(
-            reads=rows.reads.at[0].set(rows.reads[seq]), writes=rows.writes.at[0].set(place), saves=kept
+        own = replace(
+            alone.rows(), reads=rows.reads.at[0].set(rows.reads[seq]), writes=rows.writes.at[0].set(place), saves=kept
         )
         moved = [jnp.roll(array, -int(ends[seq]), axis=0) for array in tokens]
         o_alone, after_alone = run(*moved, state, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_tokens_after_one_another_are_a_chunk(op):
     np.testing.assert_allclose(after, states, rtol=0, atol=2e-5)
     # A sequence that comes in two steps has the same bits: the second half goes on from the first.
     half = num_tokens // 2
-    first = own._replace(num_seqs=jnp.int32(half), num_decode=jnp.int32(half))
+    first = replace(own, num_seqs=jnp.int32(half), num_decode=jnp.int32(half))
     rest = jax.tree.map(lambda part: jnp.roll(part, -half, axis=0), (tokens, own.reads, own.writes, own.saves))
     second = StateRows(own.cu_q_lens, *rest[1:], jnp.int32(num_tokens - half), jnp.int32(num_tokens - half))
     run = partial(jax.jit(kernel(op, EXACT)))

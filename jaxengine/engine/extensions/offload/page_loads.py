@@ -66,7 +66,7 @@ class Loading:
       num_parts: number of all parts; None until the last one is sent.
       error: exception that ended the load early; None for none.
       is_given_up: whether nobody needs the remaining parts any more.
-      future: of the call that runs the load; set when it is submitted.
+      future: future of the call that runs the load; set when it is submitted.
     """
 
     future: Future[None]

@@ -167,8 +167,7 @@ class PageStores:
         """Dispatch copies of pages, or of snapshots if `states`; those beyond `room` are dropped and counted.
 
         ranks: pairs (key, page id or snapshot) of each replica, in lists that are replaced in place by what is copied.
-        A key that several replicas have, as those that have computed one prompt at once, is copied from the first. Adds
-        the keys to the tiers' `arriving`.
+        A key that several replicas have is copied from the first. Adds the keys to the tiers' `arriving`.
         """
         room, taken = self.room, set[bytes]()
         for index, every in enumerate(ranks):

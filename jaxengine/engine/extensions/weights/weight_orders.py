@@ -174,9 +174,7 @@ class WeightOrders:
             self._weights.release(number)
 
     def check_paused(self) -> None:
-        """Raise RequestError unless the operator's pause has begun, since KV pages alone may only be released in a
-        pause.
-        """
+        """Raise RequestError unless the operator's pause has begun."""
         if not self._weights.is_paused:
             text = "the engine is not paused; allowed: after pause_generation (/pause) or sleep with level 0"
             raise RequestError(f"release_kv_cache_memory: {text}")

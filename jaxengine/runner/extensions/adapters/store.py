@@ -138,7 +138,8 @@ class AdapterStore:
 
     def known(self, name: str, path: str, number: int, in_place: bool = False) -> bool:
         """Whether an adapter with this name, path and number is loaded. The path of an adapter given from memory is not
-        compared. in_place: False for the adapter with this name and number, whatever its path: it may be replaced.
+        compared. in_place: the adapter with this name and number is to be replaced, so that the result for it is False,
+        whatever its path.
 
         Raises RequestError if the name or number is not allowed, if another adapter has one of them or a name that
         looks alike, or if MAX_ADAPTERS are loaded.
@@ -167,8 +168,8 @@ class AdapterStore:
         return max((record.number for record in self._named.values()), default=0) + 1
 
     def add(self, name: str, path: str, number: int, weights: AdapterWeights) -> None:
-        """Register an adapter that was read from `path`, so that requests may name it, and store its matrices in host
-        memory. weights: the result of `read`.
+        """Register an adapter that was read from `path` and store its matrices in host memory. weights: the result of
+        `read`.
 
         Raises RequestError if the adapter is loaded already, or for a name or number that `known` refuses.
         """
@@ -251,7 +252,7 @@ class AdapterStore:
         return Adapter(name, digest)
 
     def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
-        """Remove a name, so that no further request can use its adapter; running requests use it until they end.
+        """Remove a name; running requests use it until they end.
 
         slots: the scheduler's adapter slots, of which the adapter's becomes the next to be reused. in_use: returns the
         adapters of unfinished requests; the adapter is dropped at once if it is not among them. Raises
@@ -284,8 +285,7 @@ class AdapterStore:
         return self._num_loads
 
     def is_loaded(self, ticket: int, unload: Callable[[str], None]) -> bool:
-        """Return whether the load of a ticket is done. If so, register the adapter, so that requests may name it, and
-        forget the ticket.
+        """Return whether the load of a ticket is done. If so, register the adapter and forget the ticket.
 
         unload: removes a name; a load in place calls it for the adapter that has the name, and takes over its number.
         Raises RequestError if the load has failed, for a ticket that is unknown or was reported, and if another adapter
@@ -341,9 +341,8 @@ class AdapterStore:
         """Complete a finished upload, unless the engine sleeps, and start the next of those that the scheduler requests
         (slots.loads, which is emptied); does not wait. Drops adapters without a name that no unfinished request uses.
 
-        Uploads run one at a time, because running requests wait while one is written, and one in transit takes memory
-        besides the pools. in_use: returns the adapters of unfinished requests. Returns the requests whose adapter could
-        not be read, each with its error.
+        Uploads run one at a time. in_use: returns the adapters of unfinished requests. Returns the requests whose
+        adapter could not be read, each with its error.
         """
         failed: list[tuple[Request, RequestError]] = []
         self._wanted += slots.loads

@@ -171,7 +171,7 @@ def _open_layer(config: EngineConfig, model: ModelConfig) -> ModelSource:
     """
     path = _find_folder(config, "a model with a next-token layer")
     draft = read_next_token(path, model)
-    weights = None if config.load_format == "dummy" else NextTokenSource(open_weights(path, config), model.num_layers)
+    weights = None if config.load_format == "dummy" else _next_layer(open_weights(path, config), model)
     return ModelSource(path=path, config=draft, generation_defaults={}, weights=weights)
 
 
@@ -228,9 +228,15 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
     if isinstance(weights, Path):
         problem = f"{NAME}.method is {chosen.method!r}, and a folder that jaxengine convert wrote has no such layer"
         raise ConfigError.because(NAME, problem, "give the checkpoint that it was made of")
-    weights = None if weights is None else NextTokenSource(weights, model.num_layers)
+    weights = None if weights is None else _next_layer(weights, model)
     head = _split(chosen.method, lambda: build_next_token(model, Build(config.dtype, layout)))
     return OpenedDraft(head, replace(source, weights=weights), HeadPrograms)
+
+
+def _next_layer(weights: WeightSource, model: ModelConfig) -> NextTokenSource:
+    """Return the view of a checkpoint, `weights`, with only its next-token layer for the model."""
+    names = model_for_hf(model.architecture).checkpoint_names.next_layer
+    return NextTokenSource(weights, model.num_layers, names)
 
 
 def _as_read(head: ModelSource, model: WeightSource | None, kind: HeadKind) -> ModelSource:

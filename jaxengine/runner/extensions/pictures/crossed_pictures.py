@@ -51,7 +51,8 @@ class CrossedPrograms(EncoderPrograms):
 
 class CrossedPicturesExtension(CrossingExtension):
     """Device extension of images that layers attend to. Its section of SlotState is i32[R, 1 + 4 M], the images of each
-    slot: their number, and _FIELDS of each of at most M.
+    slot: their number, then of each of at most M its pool row, the first token that attends to it, the one after the
+    last, and its positions in use, field by field.
     """
 
     name = NAME
@@ -132,7 +133,7 @@ class CrossedEncoder(CrossingEncoder):
         self.runner.change_slots(SEEN, changed, NUM_SLOT_ROWS, self._width)
 
     def _words(self, media: Media | None, rows: Sequence[int]) -> np.ndarray:
-        """Return a slot's columns, i32[1 + 4 M]: the number of images, and their _FIELDS. An image is attended to from
+        """Return a slot's columns, i32[1 + 4 M]: the number of images, and their fields. An image is attended to from
         its token on, up to the next image's token; by all tokens after it if there is none, and images that follow each
         other up to the same token.
         """

@@ -56,9 +56,9 @@ class EncoderLayout:
     """Sizes of encoder calls, and the packing of images into a call.
 
     Attributes:
-      tower: its configuration.
+      tower: configuration of the tower that encodes.
       num_rows: rows of a replica's pool.
-      max_patches: of all images that a replica encodes in one call.
+      max_patches: most patches, over all images, that a replica encodes in one call.
       num_ranks: number of replicas.
       parts: devices of a replica that encode different images; 1 if they split the tower.
       num_placed: N, rows of a call that writes embeddings of requests; 0 if requests have none.

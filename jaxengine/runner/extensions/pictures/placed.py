@@ -33,7 +33,7 @@ class PlacePrograms(EncoderPrograms):
     """Program that writes embeddings of requests, and the pool, whose rows have `size` elements of `dtype`."""
 
     def __init__(self, layout: PlacedLayout, size: int, dtype: Any, mesh: Mesh):
-        """Store the layout and mesh, and the pool's abstract array [replicas * num_rows, size]. mesh: of the first
+        """Store the layout and mesh, and the pool's abstract array [replicas * num_rows, size]. mesh: mesh of the first
         stage.
         """
         self.layout, self._mesh = layout, mesh

@@ -29,8 +29,8 @@ class EncoderPrograms:
     """
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
-        """Store the layout, the encoding function of the model's tower, and the pool's abstract array. dtype: of
-        embeddings; mesh: of the first stage.
+        """Store the layout, the encoding function of the model's tower, and the pool's abstract array. dtype: dtype of
+        the embeddings. mesh: mesh of the first stage.
         """
         self.layout = layout
         self._mesh = mesh

@@ -156,7 +156,7 @@ class PictureEncoder(HostExtension):
     """Host extension that encodes images before the steps that have their tokens.
 
     Attributes:
-      towers: the model's. encoders: programs of them; none for a model with M-RoPE layers but no vision tower.
+      towers: the model's towers. encoders: their programs; none for a model with M-RoPE layers but no vision tower.
       uses_mrope: whether layers rotate queries and keys by positions in time, height and width.
     """
 

@@ -31,9 +31,7 @@ class StepTokens(NamedTuple):
 
 
 class SparsePoolingExtension(PoolingExtension):
-    """Device extension of sparse pooling. Its prompts are computed whole in one step, so nothing stays between
-    steps.
-    """
+    """Device extension of sparse pooling. Prompts are computed whole in one step."""
 
     description = "sparse pooling"
 

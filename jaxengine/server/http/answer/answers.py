@@ -23,11 +23,11 @@ class Answer(BaseModel):
 
 
 class RequestTimes(Answer):
-    """Times of a request, in milliseconds; null where there is no such interval.
+    """Times of a request, in milliseconds; null for one that is not known or has no interval.
 
     time_to_first_token_ms: from the first step with the request to its first token. generation_time_ms: from the first
-    token to the last, mean_itl_ms: the same for each token but the first. queue_time_ms: from queueing to the first
-    step. tokens_per_second: output tokens by the time from the first step to the last token.
+    token to the last. mean_itl_ms: mean time between two tokens. queue_time_ms: from queueing to the first step.
+    tokens_per_second: output tokens divided by the time from the first step to the last token.
     """
 
     time_to_first_token_ms: float | None = ABSENT
@@ -38,10 +38,8 @@ class RequestTimes(Answer):
 
 
 class NullBody(Answer):
-    """Keys that vLLM's complete answers always have, and that are null unless said otherwise: clients read them as
-    attributes.
-
-    A stream has only keys with a meaning, as vLLM's has: clients take a key for a value.
+    """Keys that every complete answer has, as clients of vLLM read them as attributes; null unless said otherwise.
+    Chunks of a stream leave out keys that would be null.
     """
 
     service_tier: None

@@ -7,12 +7,8 @@ from jaxengine.server.http.answer.answers import RequestTimes
 
 
 def request_times(metrics: RequestMetrics | None, num_tokens: int) -> dict[str, float | None]:
-    """Return all fields of RequestTimes for a request with one output of `num_tokens` tokens.
-
-    The names of times end in _ms, for milliseconds. time_to_first_token_ms and tokens_per_second count from the first
-    step that the request runs in; the time before is queue_time_ms. generation_time_ms is the time from the first to
-    the last token, and mean_itl_ms its mean between two tokens. A field is None if a time that it needs is not known,
-    or there is no interval for it.
+    """Return all fields of RequestTimes, by name, for a request with one output of `num_tokens` tokens. A field is None
+    if a time that it needs is not known, or there is no interval for it.
     """
     found: dict[str, float | None] = dict.fromkeys(RequestTimes.model_fields)
     if metrics is None:

@@ -1,7 +1,4 @@
-"""Answers as server-sent events, sent while they are generated, and work that is cancelled when its client leaves.
-
-If a client leaves or stops reading, its work is cancelled, which frees its pages. Independent of the content.
-"""
+"""Answers as server-sent events, sent while they are generated, and work that is cancelled when its client leaves."""
 
 from __future__ import annotations
 

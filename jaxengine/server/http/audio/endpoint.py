@@ -178,7 +178,8 @@ class _Transcript(Transcript):
 
     def _scores(self) -> dict[str, Any]:
         """Return the additional sampling parameters for verbose_json: log-probabilities of the tokens and, if the model
-        has a token for it, the probability of no speech, after the last token of the prompt of a model of one language.
+        has a no-speech token, the log-probability of that token: at each position of the prompt or, for a model of one
+        language, of the output.
         """
         token = self._processor.no_speech
         if token is None:

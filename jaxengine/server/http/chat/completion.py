@@ -103,9 +103,9 @@ class ChatAnswer:
         """Run the request and yield the response as chunks, a list for each output of the engine, which may be empty.
         Call it after `prepare`.
 
-        The first chunks of a choice have its role and the text for `echo`. If the request asks for usage, each chunk
-        has the token counts of its choice so far, or a last one has those of all choices, with the request's times if
-        the server measures them. Raises the errors of ChatRun.pieces.
+        The first chunks of a choice have its role and the text for `echo`. As the request's stream_options and the
+        server's say, each chunk has the token counts of its choice so far, and a last chunk without choices has those
+        of all, with the request's times if the server measures them. Raises the errors of ChatRun.pieces.
         """
         last, always = usage_in_stream(self._body.stream_options, self._config)
         num_tokens: dict[int, int] = {}
@@ -137,8 +137,8 @@ class ChatAnswer:
         }
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return the usage object, which tells cached, created cache, media and, with a reasoning parser, reasoning
-        tokens. num_tokens: completion tokens; None for those of all choices so far.
+        """Return the usage object, which also has the numbers of cached, created cache, media and, with a reasoning
+        parser, reasoning tokens. num_tokens: completion tokens; None for those of all choices so far.
         """
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens

@@ -1,7 +1,4 @@
-"""Rendering of conversations to token ids, off the event loop.
-
-Decides which template variables a request may set.
-"""
+"""Rendering of conversations to token ids, off the event loop."""
 
 from __future__ import annotations
 

@@ -177,8 +177,9 @@ class CompletionRun:
     async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Run the prompts and yield the response as chunks, a list for each output of the engine.
 
-        If the request asks for usage, a last chunk has the token counts, with the request's times if the server
-        measures them, or each chunk has those of its choice so far. Raises the errors of `outputs`.
+        As the request's stream_options and the server's say, each chunk has the token counts of its choice so far, and
+        a last chunk without choices has those of all, with the request's times if the server measures them. Raises the
+        errors of `outputs`.
         """
         num_tokens: Counter[int] = Counter()
         times = None

@@ -197,8 +197,8 @@ def _recording(
     max_n: int,
 ) -> Recording:
     """Return what the engine has generated: the choices of an answer; or those of an event, after the earlier tokens in
-    `state` as a piece of their own, and no piece for an event without choices. A body may have a hundred thousand
-    log-probabilities: call it on a thread.
+    `state` as a piece of their own, and no piece for an event without choices. Slow for many log-probabilities: call it
+    on a thread.
 
     field: name of the field that has `given`, for errors. ids: token ids of the prompt, or None. max_n: largest number
     of choices. Raises RequestError for ids that are none of the model's, for more tokens than its context has, for too
@@ -262,8 +262,7 @@ def _chat_fields(
 
 def _all_logprobs(given: Sequence[GivenAnswer | GivenChunk], max_logprobs: int, *, chat: bool) -> dict[str, Any]:
     """Return fields of a request, a ChatRequest or a CompletionRequest, that lists all log-probabilities that the
-    answers have, but max_logprobs at most (-1: no limit); {} if they have none. /inference/v1/generate lists the
-    sampled token besides those that were asked for, so one more than the limit is usual.
+    answers have, but max_logprobs at most (-1: no limit); {} if they have none.
     """
     listed = [each.logprobs.content or [] for one in given for each in one.choices if each.logprobs is not None]
     most = max((len(position.top_logprobs) for each in listed for position in each), default=0)
@@ -296,7 +295,8 @@ def _streamed(
     given: GivenChunk, chunks: Sequence[dict[str, Any]], head: dict[str, Any], number: int, state: StreamState | None
 ) -> Response:
     """Return the response for an event: one chunk with all that is new, and the next state. chunks: chunks of the event
-    by OpenAI's rules. head: fields of every chunk. number: number of prompt tokens.
+    by OpenAI's rules. head: fields of every chunk. number: prompt tokens for the usage; 0 for the event's own count.
+    state: the earlier state; None for the first event.
     """
     merged: dict[str, Any] = {**head, "choices": []}
     for chunk in chunks:

@@ -1,7 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's endpoint over chat completions.
-
-This file writes the response, complete or streamed.
-"""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's endpoint over chat completions."""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ class Conversation(RequestModel):
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Iterator over the names of the request's fields, and of parts of fields such as "thinking.display", that are
-        accepted without effect.
+        """Iterator over the names of what is accepted without effect: fields, parts such as "thinking.display",
+        "tools.TYPE" for tools that Anthropic defines, and parts of messages.
         """
         parts = {
             "context_management": self.context_management,

@@ -59,8 +59,8 @@ class PoolingBody(NamedRequest):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the request's PoolingParams. Truncation is not among them, as it is applied to the prompt. task: None
-        for the model's task. Values are validated later, when the engine prepares the request.
+        """Return the request's PoolingParams. Truncation is not among them. task: None for the model's task. Values are
+        validated later, when the engine prepares the request.
         """
         return PoolingParams(task=task, use_activation=self.use_activation)
 
@@ -169,8 +169,8 @@ class EmbeddingRequest(InputBody):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the request's PoolingParams. Truncation is not among them, as it is applied to the prompt. task: None
-        for the model's task. Values are validated later, when the engine prepares the request.
+        """Return the request's PoolingParams. Truncation is not among them. task: None for the model's task. Values are
+        validated later, when the engine prepares the request.
         """
         return PoolingParams(
             task=task,

@@ -1,7 +1,4 @@
-"""Requests to a pooling model: tokenization of prompts, and the engine's answers.
-
-Shared by all endpoints of pooling models.
-"""
+"""Requests to a pooling model: tokenization of prompts, and the engine's answers."""
 
 from __future__ import annotations
 
@@ -48,9 +45,9 @@ class _Room:
 
     @contextlib.asynccontextmanager
     async def loaded(self, given: list[int] | Later) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Yield a prompt: token ids at once, one with media loaded as soon as no other is being loaded and the prompts
-        that run hold less than MAX_HELD_BYTES. It counts as held until the context is left. Raises the errors of the
-        function.
+        """Yield a prompt for the engine: one of token ids at once; one with media, which `given` loads, as soon as no
+        other is being loaded and the prompts that run hold less than MAX_HELD_BYTES. It counts as held until the
+        context is left. Raises the errors of `given`.
         """
         if isinstance(given, list):
             yield {"prompt_token_ids": given}
@@ -230,8 +227,8 @@ class PoolingServer:
         """Return the prompt of each pair of texts (scoring.pair_prompt): a text, or token ids, which are truncated if
         the request has truncate_prompt_tokens. The prompts are made on a thread.
 
-        Raises RequestError, also for pairs that have more characters altogether than max_request_bytes, since one text
-        may be in all of them; OverloadedError if too many requests wait.
+        Raises RequestError, also for pairs that have more characters altogether than max_request_bytes; OverloadedError
+        if too many requests wait.
         """
         inputs, most = self.engine.inputs, self.config.max_request_bytes
         lengths = [sum(len(each) for each in pair if isinstance(each, str)) for pair in pairs]
@@ -281,7 +278,7 @@ class PoolingServer:
     ) -> list[PooledAnswer]:
         """Run the prompts, each of token ids or a function that loads it, and return the engine's output for each, in
         order, at most max_num_seqs at a time. A prompt is loaded when its turn comes, and while those that run hold
-        less than MAX_HELD_BYTES of media: a request's media may need a thousand times the memory that one prompt's may.
+        less than MAX_HELD_BYTES of media.
 
         name: the request's id in the engine; with several prompts, number i runs under NAME-i. body: has the
         cache_salt. Several prompts of token ids are all validated before any of them runs. Raises the errors of

@@ -43,7 +43,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = pairs_of(*sides, engine.inputs.media_reader, body.sides)
 
         async def whole() -> Response:
-            """Compute the scores and return the response."""
+            """Compute the scores and return the response, with one entry per pair, in order."""
             given = await _scores(server, pairs, body, name, body.options(request, config, lora))
             scores = enumerate(each.outputs.score for each in given)
             data = [{"index": index, "object": "score", "score": score} for index, score in scores]
@@ -67,7 +67,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = pairs_of(body.query, documents, reader, body.sides)
 
         async def whole() -> Response:
-            """Compute the scores and return the response, sorted by them."""
+            """Compute the scores and return the response: the `top_n` best documents, best first, without their texts
+            if return_documents is False.
+            """
             given = await _scores(server, pairs, body, name, body.options(request, config, lora))
             scores = [each.outputs.score for each in given]
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
@@ -110,8 +112,8 @@ async def _scores(
     options: RequestOptions,
 ) -> list[ScoringRequestOutput]:
     """Return the score of each pair, in order, with the token counts of both texts. A text that is in several pairs is
-    counted in each, although an embedding model computes it once. A model that reads lists has one prompt for all
-    documents of a single query, whose tokens count once; truncation of it is refused with RequestError.
+    counted in each. A model that reads lists has one prompt for all documents of a single query, whose tokens count
+    once; truncation of it is refused with RequestError.
 
     body: request whose truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine.
     Raises the errors of PoolingServer.encode_pairs and `answers`.

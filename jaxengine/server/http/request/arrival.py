@@ -182,8 +182,8 @@ class Uploads:
 
     @contextmanager
     def one_of(self, owner: str) -> Iterator[None]:
-        """Context manager that counts an upload of a client while it is received. Raises OverloadedError if there are
-        too many.
+        """Context manager that counts an upload of a client while it is received. Raises OverloadedError if
+        _MAX_UPLOADS are being received, or _MAX_OWN_UPLOADS of this client.
         """
         running = self._running
         if running.total() >= _MAX_UPLOADS or running[owner] >= _MAX_OWN_UPLOADS:

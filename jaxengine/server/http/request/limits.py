@@ -100,9 +100,7 @@ class _JsonRequest(Request):
         self._raw = bytearray()
 
     async def body(self) -> bytes:
-        """Receive the body, and return a placeholder for it (b"" if it is empty), because FastAPI would keep a copy in
-        addition to the parsed value.
-        """
+        """Receive the body, and return a placeholder for it (b"" if it is empty), as FastAPI would keep a copy."""
         async for part in self.stream():
             self._raw += part
         return b"..." if self._raw else b""
@@ -135,8 +133,8 @@ class _JsonRequest(Request):
 
 async def convert(request: Request, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Return the result of a function of the request's body, or raise its exception. The function runs on one of the
-    application's threads if `request.state.is_long` (JsonRoute), otherwise here, as changing threads takes longer.
-    Raises OverloadedError if too many calls wait for a thread.
+    application's threads if `request.state.is_long` (JsonRoute), otherwise on the caller's. Raises OverloadedError if
+    too many calls wait for a thread.
     """
     workers: Workers = request.app.state.workers
     return await workers.run(function, *args, **kwargs) if request.state.is_long else function(*args, **kwargs)
@@ -208,8 +206,8 @@ def _measure(body: bytes | bytearray) -> bool:
 
 
 def _measure_structure(body: bytes | bytearray) -> None:
-    """Raise ApiError if a body exceeds a limit, depth included. The content of texts does not count. The body need not
-    be valid JSON.
+    """Raise ApiError (400) if a body exceeds MAX_DEPTH, MAX_CONTAINERS, MAX_VALUES, MAX_TEXTS or MAX_NAMES. The content
+    of texts does not count. The body need not be valid JSON.
     """
     depth = num_open = num_values = num_texts = num_names = 0
     for match in _STRUCTURE.finditer(body):
@@ -237,7 +235,7 @@ def _measure_structure(body: bytes | bytearray) -> None:
 
 
 def _verify_depth(value: Any) -> None:
-    """Raise ApiError for a value that is nested more deeply than MAX_DEPTH."""
+    """Raise ApiError (400) for a value with more than MAX_DEPTH levels of dicts and lists."""
     level = [value] if type(value) in (dict, list) else []
     for _ in range(MAX_DEPTH):
         entries = (parent.values() if type(parent) is dict else parent for parent in level)
@@ -248,9 +246,7 @@ def _verify_depth(value: Any) -> None:
 
 
 def _count(body: bytes | bytearray, what: bytes) -> int:
-    """Return the number of occurrences of `what`, a single byte, in the body. The body is searched piece by piece, so
-    that other threads can run in between.
-    """
+    """Return the number of occurrences of `what`, a single byte, in the body. The body is searched piece by piece."""
     return sum(body.count(what, at, at + _PIECE_BYTES) for at in range(0, len(body), _PIECE_BYTES))
 
 

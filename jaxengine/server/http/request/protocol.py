@@ -338,7 +338,7 @@ class TextRequest(GenerationRequest):
       steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
       repetition_detection: an object with the fields of RepetitionDetectionParams: ends an output that repeats itself.
       stream_interval: tokens of an output that are sent together with stream=true.
-      kv_transfer_params: an object of the pages of the prompt that another engine gets or has, as in vLLM.
+      kv_transfer_params: vLLM's description of the prompt's pages that another engine has computed or is to fetch.
       use_beam_search: return the n best sequences of a beam search, with length_penalty.
     """
 

@@ -1,8 +1,4 @@
-"""Endpoint /v1/responses, OpenAI's newer one. A response is a chat completion in another format, and may be stored.
-
-Implements the lifecycle of a response: created complete, as a stream or in the background, retrieved, continued,
-cancelled.
-"""
+"""Endpoint /v1/responses, OpenAI's newer one. A response is a chat completion in another format, and may be stored."""
 
 from __future__ import annotations
 
@@ -365,7 +361,7 @@ class _Responses:
         asyncio.get_running_loop().call_soon(self._cancel_now, (owner, response_id))
 
     def _cancel_now(self, key: tuple[str, str]) -> None:
-        """Cancel the task of (owner, response's id), never twice, as that would end its clean-up. Ignores other ids."""
+        """Cancel the task of (owner, response's id), never twice. Ignores other ids."""
         if (task := self._tasks.pop(key, None)) is not None:
             task.cancel()
 

@@ -18,8 +18,8 @@ def numbered(said: Sequence[Said]) -> list[NumberedEvent]:
 
 async def followed(store: Responses, response_id: str, owner: str, number: int) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed response with numbers above `number`, encoded, to its end. Events that the store
-    has lost with its process are left out. Raises EngineDeadError if the store is down, and if the response ended
-    without a last event because its process did.
+    has lost with its process are left out. Raises EngineDeadError if the store is down or no longer has the response,
+    and if the response ended without a last event because its process did.
     """
     is_whole = False
     while (told := await store.events_after(response_id, owner, number)) is not None:

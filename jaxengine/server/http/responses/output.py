@@ -1,6 +1,6 @@
 """Writing of a response as it is generated: its output items, and the stream events for them.
 
-An answer is a sequence of items: reasoning, a message, calls of functions and custom tools. Independent of the engine.
+An answer is a sequence of items: reasoning, a message, calls of functions and custom tools.
 """
 
 from __future__ import annotations
@@ -214,8 +214,7 @@ def response_of(item_id: str) -> str:
 def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:
     """Return the name, as the model knows it, and the arguments of a call for a chat message.
 
-    The text of a custom tool (according to `origins`) is encoded again, because the model may have written it in
-    another JSON form.
+    The text of a custom tool (according to `origins`) is encoded again.
     """
     arguments = call.arguments
     if call.name in origins and origins[call.name].is_custom:

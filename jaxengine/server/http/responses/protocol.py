@@ -232,8 +232,8 @@ class ResponsesRequest(ConversationRequest):
             return ChatRequest.of(fields, self.callables.text_forms)
 
     def _tool_choice(self) -> Any:
-        """Return the tool_choice of the chat request; None for the default, and for "auto" without functions. Raises
-        RequestError if it forces a tool that this server cannot run.
+        """Return the tool_choice of the chat request: None for the default and for "auto" without functions, "none" if
+        only tools that this server cannot run are allowed. Raises RequestError if it forces such a tool.
         """
         choice, left_out = self.tool_choice, self.callables.left_out
         if isinstance(choice, AllowedTools):

@@ -53,8 +53,7 @@ def rotated_pairs(x: jax.Array, rope: tuple[jax.Array, jax.Array], *, back: bool
     """Return x [T, heads, H] with its last R elements rotated, of which neighbours are a pair, or rotated back. rope:
     cos and sin [T, R / 2].
 
-    Unlike in token_blocks.rotated the elements keep their order, on which depends which of them are rounded with one
-    scale.
+    Unlike in token_blocks.rotated the elements keep their order.
     """
     cos, sin = (each[:, None] for each in rope)
     sin = -sin if back else sin
@@ -312,7 +311,7 @@ def _chosen(
     """Return i32[B, k + c]: the k blocks with the highest scores among the first `counts` i32[B] of each sequence and
     within its `candidates` i32[B, c], best first, of equal ones the lowest; then c runs of blocks, ascending, if
     `wanted`. -1 stands for none and comes last. A run's score is that of its best block; that with the latest block
-    comes before all others. c is 0 if nothing is wanted.
+    comes before all others. c is 0 if nothing is wanted. q, weights, seqs: as in `best_blocks`. top_k: k.
     """
     size = 1 if wanted is None else wanted.size
     num_runs = 0 if wanted is None else _num_candidates(wanted, pages)
