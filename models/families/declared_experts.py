@@ -93,16 +93,20 @@ def _exaone_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> 
     return gguf_layers(fields, layers[0], replace(layers[0], window=None, rope=None), full_every=4)
 
 
-def _gguf_hunyuan(gguf: GGUFConfig) -> dict[str, Any]:
-    """Return `gguf_fields` of a file, which does not say whether its first layer is dense. Raises ModelConfigError for
-    wrong fields.
+def gguf_after_dense(gguf: GGUFConfig, **own: Any) -> ExpertsConfig:
+    """Return the ExpertsConfig of a file that does not say whether its first layer has an MLP instead. own: further
+    fields. Raises ModelConfigError for wrong fields.
     """
-    size = gguf.fields.integer("expert_shared_feed_forward_length", 0, minimum=0)
     experts = gguf_sigmoid_experts(gguf.fields, norm_weights=True)
     if experts is None:
         raise gguf.fields.fail("expert_count", "at least 1")
-    dense = (0,) if "ffn_gate" in gguf.stored else ()
-    return gguf_fields(gguf, experts=replace(experts, dense_layers=dense, shared_intermediate_size=size))
+    return replace(experts, dense_layers=(0,) if "ffn_gate" in gguf.stored else (), **own)
+
+
+def _gguf_hunyuan(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields` with the experts of Hunyuan 3. Raises ModelConfigError for wrong fields."""
+    size = gguf.fields.integer("expert_shared_feed_forward_length", 0, minimum=0)
+    return gguf_fields(gguf, experts=gguf_after_dense(gguf, shared_intermediate_size=size))
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ Contains the key names of the GGUF specification (ggml/docs/gguf.md). Tensors ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -276,6 +276,23 @@ def gguf_layers(
         theta = fields.number("rope.freq_base_swa", windowed.rope.theta)
         windowed = replace(windowed, rope=replace(windowed.rope, theta=theta))
     return tuple(windowed if slides else full for slides in gguf_sliding(fields, full_every, full_first=full_first))
+
+
+def gguf_by_layer(
+    gguf: GGUFConfig, full_every: int, windowed: Callable[[LayerAttention], LayerAttention], **options: Any
+) -> dict[str, Any]:
+    """Return `gguf_fields` with each layer's numbers of heads and, as `gguf_layers` says, its window. windowed: what a
+    family changes in layers with one. options: those of gguf_fields. Raises ModelConfigError for wrong fields.
+    """
+    fields = gguf.fields
+    counts = {name: gguf_of_layers(fields, name) for name in (_HEADS, _HEADS_KV)}
+    first = {f"{fields.prefix}{name}": each[0] for name, each in counts.items()}
+    shared = gguf_fields(gguf._replace(metadata={**gguf.metadata, **first}), **options)
+    full = replace(shared["attention"][0], window=None)
+    own = windowed(replace(full, window=fields.integer("attention.sliding_window")))
+    layers = zip(gguf_layers(fields, own, full, full_every), *counts.values(), strict=False)
+    attention = (replace(each, num_heads=heads, num_kv_heads=kv_heads) for each, heads, kv_heads in layers)
+    return shared | {"attention": tuple(attention)}
 
 
 def gguf_experts(

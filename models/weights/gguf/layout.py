@@ -285,6 +285,8 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "bailingmoe": GGUFLayout({**_SHARED, "attn_output": "attention.dense"}, permuted=True),
     "orion": GGUFLayout(),
     "mellum": GGUFLayout(),
+    "mimo2": GGUFLayout({"attn_qkv": "self_attn.qkv_proj"}, bare={**_CORRECTION, "attn_sinks": "self_attn.sinks"}),
+    "step35": GGUFLayout({**_SHARED, "attn_gate": "self_attn.g_proj"}, norm_offset=1.0, bare=_CORRECTION),
     "afmoe": GGUFLayout(
         {
             **_SHARED,

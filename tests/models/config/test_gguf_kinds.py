@@ -154,6 +154,18 @@ def test_what_files_leave_out():
     assert layers == ([(100, FULL)] * 3 + [(None, None)]) * 2 and config.embedding_multiplier == 8.0
 
 
+def test_windowed_layers_with_sizes_of_their_own():
+    own = {**EXPERTS, "attention__value_length": 24, "attention__head_count_kv": [2, 4] * 4}
+    own |= {"attention__sliding_window_pattern": np.array([0, 1] * 4), "rope__freq_base_swa": 500.0}
+    layers, config = read("mimo2", **own)
+    assert layers[:2] == [(None, FULL), (100, Rope(32, 500.0))] and config.attention[0].value_size == 24
+    assert [layer.num_kv_heads for layer in config.attention[:2]] == [2, 4] and config.experts.dense_layers == ()
+    own = {**EXPERTS, "attention__head_count": [4, 2] * 4, "expert_shared_feed_forward_length": 16}
+    layers, config = read("step35", **own, attention__sliding_window_pattern=np.array([False, True] * 4))
+    assert layers[:2] == [(None, Rope(16, 1e6)), (100, FULL)] and config.experts.shared_intermediate_size == 16
+    assert [layer.num_heads for layer in config.attention[:2]] == [4, 2]
+
+
 def test_selections_of_keys():
     """GLM-5.2's files list which layers have an indexer, or have a million positions."""
     for changes, own in (
@@ -249,6 +261,17 @@ def test_layers_with_states():
         ("hunyuan_vl", {"rope.scaling.alpha": "x"}, "hunyuan_vl.rope.scaling.alpha must be a finite number"),
         ("hy_v3", {}, "hy_v3.expert_count must be at least 1, got None"),
         ("mellum", {**EXPERTS, "attention.sliding_window_pattern": [2]}, "must be true or false for each of 8 layers"),
+        ("mimo2", {**EXPERTS, "attention.value_length": "24"}, "mimo2.attention.value_length must be an integer"),
+        (
+            "mimo2",
+            {**EXPERTS, "attention.head_count_kv": [2, 4]},
+            "head_count_kv must be an integer >= 1, or a list of 8",
+        ),
+        (
+            "step35",
+            {**EXPERTS, "expert_shared_feed_forward_length": 16, "swiglu_clamp_exp": [-1.0] * 8},
+            "step35.swiglu_clamp_exp must be a list of 8 numbers >= 0",
+        ),
         ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),
         ("qwen", {"feed_forward_length": "96"}, "qwen.feed_forward_length must be an integer >= 1"),
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),

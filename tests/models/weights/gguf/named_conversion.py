@@ -77,8 +77,8 @@ def _indexer(config: Config) -> dict[str, Value]:
 def _mixture(config: Config) -> dict[str, Value]:
     """Return the metadata of experts as TextModel.set_gguf_parameters and most of its subclasses write them."""
     named = {
-        "expert_count": ("n_routed_experts", "num_local_experts", "num_experts"),
-        "expert_used_count": ("num_experts_per_tok",),
+        "expert_count": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+        "expert_used_count": ("num_experts_per_tok", "moe_top_k"),
         "expert_feed_forward_length": ("moe_intermediate_size",),
         "expert_shared_count": ("n_shared_experts", "num_shared_experts"),
         "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
@@ -120,6 +120,51 @@ def _mellum(config: Config) -> dict[str, Value]:
         "rope.scaling.factor": (F32, ropes["full_attention"]["factor"]),
         "rope.scaling.original_context_length": (U32, ropes["full_attention"]["original_max_position_embeddings"]),
     }
+
+
+def _mimo(config: Config) -> dict[str, Value]:
+    """MimoV2Model, which counts three layers that predict further tokens, whether there are any or not."""
+    slides = [*config["hybrid_layer_pattern"], 1, 1, 1]
+    heads = [config["swa_num_key_value_heads" if each else "num_key_value_heads"] for each in slides]
+    return {
+        **_mixture(config),
+        "block_count": (U32, len(slides)),
+        "nextn_predict_layers": (U32, 3),
+        "attention.head_count_kv": (ARRAY, (U32, heads)),
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "attention.sliding_window_pattern": (ARRAY, (U32, slides)),
+        "attention.value_length": (U32, config["v_head_dim"]),
+        "attention.value_scale": (F32, config["attention_value_scale"]),
+        "rope.dimension_count": (U32, int(config["head_dim"] * config["partial_rotary_factor"])),
+        "rope.freq_base_swa": (F32, config["swa_rope_theta"]),
+        "attention.layer_norm_rms_epsilon": (F32, config["layernorm_epsilon"]),
+    }
+
+
+def _step(config: Config) -> dict[str, Value]:
+    slides, other = [kind == "sliding_attention" for kind in config["layer_types"]], config["attention_other_setting"]
+    heads = [other["num_attention_heads"] if each else config["num_attention_heads"] for each in slides]
+    return {
+        **_mixture(config),
+        **_windows(config),
+        "block_count": (U32, len(slides)),
+        "nextn_predict_layers": (U32, config["num_nextn_predict_layers"]),
+        "attention.head_count": (ARRAY, (U32, heads)),
+        "attention.head_count_kv": (ARRAY, (U32, [1] * len(slides))),
+        "rope.freq_base": (F32, config["rope_theta"][slides.index(False)]),
+        "rope.freq_base_swa": (F32, config["rope_theta"][slides.index(True)]),
+        "expert_shared_feed_forward_length": (U32, config["share_expert_dim"]),
+        "expert_weights_scale": (F32, config["moe_router_scaling_factor"]),
+        "attention.layer_norm_rms_epsilon": (F32, 1e-5),
+        "leading_dense_block_count": (U32, 1),
+        "swiglu_clamp_exp": (ARRAY, (F32, config["swiglu_limits"])),
+        "swiglu_clamp_shexp": (ARRAY, (F32, config["swiglu_limits_shared"])),
+    }
+
+
+def _step_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """Step35Model.modify_tensors."""
+    return {name: values + np.float32(name.endswith("norm.weight")) for name, values in tensors.items()}
 
 
 def _all_permuted(config: Config, tensors: Tensors) -> Tensors:
@@ -213,6 +258,15 @@ CONVERSIONS = {
         _hunyuan,
     ),
     "MellumForCausalLM": Conversion("mellum", _experts(), _mellum),
+    "MiMoV2ForCausalLM": Conversion(
+        "mimo2",
+        {
+            **_experts(),
+            "self_attn.sinks": "attn_sinks.weight",
+            "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        _mimo,
+    ),
     "OrionForCausalLM": Conversion(
         "orion", {}, lambda config: {"attention.layer_norm_epsilon": (F32, config["rms_norm_eps"])}
     ),
@@ -228,6 +282,13 @@ CONVERSIONS = {
             "mlp.c_proj": "ffn_down",
         },
         usual={"rotary_emb_base": "rope_theta"},
+    ),
+    "Step3p5ForCausalLM": Conversion(
+        "step35",
+        {**_experts(), "self_attn.g_proj": "attn_gate", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+        _step,
+        modified=_step_tensors,
+        usual={"num_attention_groups": "num_key_value_heads"},
     ),
     "DeepseekV32ForCausalLM": Conversion("deepseek32", {**_LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
     "GlmMoeDsaForCausalLM": Conversion("glm-dsa", {**_LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),

@@ -151,11 +151,22 @@ CASES |= {
     "granite_moe_shared": {},
     "hy_v3": {},
     "mellum": {},
+    "mimo_v2_5": {"sliding_window_size": None},
     "orion": {},
     "qwen": {"seq_length": 256},
+    "step3p5": {
+        "rope_scaling": None,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2],
+        "moe_layers_enum": "1,2",
+        "rope_theta": [5000.0, *[50.0] * 2],
+        "partial_rotary_factors": [0.5, *[1.0] * 2],
+        "swiglu_limits": [0.0, 0.5, 0.0],
+        "swiglu_limits_shared": [0.6, 0.0, 0.7],
+        "num_nextn_predict_layers": 0,
+    },
 }
-# Layers of a checkpoint that are left, where the format has no others.
-LAYERS = {"nemotron_h": (0, 2, 3, 4, 5)}
+# Layers of a checkpoint that are left, in their order, where the format has no others.
+LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2)}
 CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
