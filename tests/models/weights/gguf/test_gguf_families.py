@@ -124,7 +124,7 @@ RESIZED = {
 }
 # Models with states, most of whose logits are compared as well.
 STATE_CASES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_next": {"mlp_only_layers": [], "num_nextn_predict_layers": 0},
     "qwen3_5": {},
     "qwen3_5_moe": {},
     "lfm2": {},
