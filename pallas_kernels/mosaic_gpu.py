@@ -1,7 +1,4 @@
-"""Mosaic GPU helpers: kernel launch, shared-memory tiles, and the differences between jax releases.
-
-Contains the limits of Hopper that all kernels have in common. The same code runs on jax 0.10.2, 0.11 and 0.12, which
-differ here:
+"""Mosaic GPU helpers: kernel launch, shared-memory tiles, Hopper's limits, and the differences between jax releases:
 
 - 0.10 lowers by lane by default; 0.11 and 0.12 infer layouts per warpgroup, which the kernels rely on;
 - 0.10 and 0.11.0 keep the interpreter's parameters in a private module;

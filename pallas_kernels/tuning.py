@@ -35,7 +35,7 @@ class XlaAttention(_Sizes):
 
     def block_kv_of(self, page_size: int, num_rows: int) -> int:
         """Return the number of keys per block: as many full pages as fit `block_kv`, at least one page. For a tile of
-        num_rows = 1 it is twice `block_kv`, because the work on a block costs less than starting the block.
+        num_rows = 1 it is twice `block_kv`.
         """
         wanted = self.block_kv if num_rows > 1 else 2 * self.block_kv
         return max(wanted // page_size, 1) * page_size

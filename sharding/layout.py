@@ -124,5 +124,12 @@ class MeshLayout:
         shards = self.num_shards("vocab")
         return vocab_size if shards == 1 else -(-vocab_size // (VOCAB_BLOCK * shards)) * VOCAB_BLOCK * shards
 
+    def padded_experts(self, num_experts: int) -> int:
+        """Return the number of matrices of a stack of experts: `num_experts`, rounded up to a multiple of the devices
+        that have different ones.
+        """
+        shards = self.num_shards("experts") if self.expert_parallel else 1
+        return -(-num_experts // shards) * shards
+
 
 ONE_DEVICE = MeshLayout()

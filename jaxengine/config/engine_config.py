@@ -159,7 +159,7 @@ class EngineConfig(
       replicate_kv_heads: split the heads over all of tensor_parallel_size, storing KV heads more than once.
       data_parallel_size: replicas of the weights (except experts), each with its own sequences and pages.
       enable_expert_parallel: distribute whole experts over tensor_parallel_size * data_parallel_size devices, instead
-        of a slice of every expert to each device.
+        of a slice of every expert to each device. Devices that do not divide them have room for equally many.
       all2all_backend: how tokens reach whole experts: "allgather_reducescatter" sends every token to every device;
         "ragged_all_to_all" sends it only to the devices that hold its experts. The latter is for TPUs; a CPU emulates
         it slowly, for tests.

@@ -34,7 +34,7 @@ class NormAfterRope(Attention):
 
 
 class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
-    """Llama with NormAfterRope."""
+    """Llama whose attention is NormAfterRope."""
 
     gguf_architecture: ClassVar[str | None] = "hunyuan-dense"
 

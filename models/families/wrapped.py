@@ -5,6 +5,7 @@ their classes take what AutoModel takes.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -29,11 +30,13 @@ class Wrapper:
       text: model_type of a text part that names none.
       family: class that reads the text part and has its layers.
       multiplies: whether its embeddings are multiplied as the text model's are.
+      has_own_head: whether transformers' class has a head of its own, which since 4.52 has no bias.
     """
 
     text: ClassVar[str] = "llama"
     family: ClassVar[Any]
     multiplies: ClassVar[bool] = True
+    has_own_head: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -55,7 +58,7 @@ class Wrapper:
 @cache
 def over_text(wrapper: Any, family: Any) -> Any:
     """Return the class of a Wrapper's models whose text part `family` reads, with its layers: Wrapper[Family], or by
-    the wrapper's own name if its layers serve.
+    the wrapper's own name if its layers serve. Its read_hf raises ModelConfigError for layers that read token ids.
     """
     inner = type(wrapper.__name__, (wrapper,), {"family": family, "__module__": wrapper.__module__})
 
@@ -64,7 +67,7 @@ def over_text(wrapper: Any, family: Any) -> Any:
         if shape.get("layer_input_size") or shape.get("ngrams"):
             raise fields.fail("text_config", "that of a decoder whose layers do not read token ids")
         factor, form = _multiplier(wrapper.text_kind(fields), fields, shape), shape.get("declared")
-        if form is not None and form.head_bias and not _is_old(fields):  # transformers 5 has heads without
+        if form is not None and form.head_bias and wrapper.has_own_head and not _is_older(fields, (4, 52)):
             shape |= {"declared": replace(form, head_bias=False)}
         if wrapper.multiplies and "tower" in shape:
             shape |= {"tower": replace(shape["tower"], multiplier=factor)}
@@ -83,17 +86,18 @@ def of_kind(text: ConfigFields, kind: str) -> ConfigFields:
 
 
 def _multiplier(kind: str, fields: ConfigFields, shape: Mapping[str, Any]) -> float:
-    """Return the factor of a tower's embeddings for a text of type `kind`. transformers 4 multiplied all of Gemma's and
-    Gemma 2's embeddings by the root of the hidden size, transformers 5 multiplies those of tokens.
+    """Return the factor of a tower's embeddings for a text of type `kind`. Before 5.4 transformers multiplied all of
+    Gemma's embeddings by the root of the hidden size, as it still does RecurrentGemma's; now those of tokens.
     """
-    if kind in ("gemma", "gemma2") and _is_old(fields):
+    if kind in ("gemma", "gemma2", "vaultgemma") and _is_older(fields, (5, 4)):
         return shape["hidden_size"] ** 0.5
     return shape.get("embedding_multiplier", 1.0) if kind.startswith(_MULTIPLIED) else 1.0
 
 
-def _is_old(fields: ConfigFields) -> bool:
-    """Return whether transformers 4 wrote a config.json."""
-    return str(fields.value("transformers_version", "")).startswith("4.")
+def _is_older(fields: ConfigFields, version: tuple[int, int]) -> bool:
+    """Return whether a transformers before `version` wrote a config.json; False if that names none."""
+    found = re.match(r"(\d+)\.(\d+)", str(fields.value("transformers_version", "")))
+    return found is not None and (int(found[1]), int(found[2])) < version
 
 
 def _same_layers(one: Any, other: Any) -> bool:

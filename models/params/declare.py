@@ -91,7 +91,8 @@ class ParamDecl:
       sources: the checkpoint tensors that form it.
       transposed: whether the joined contributions are transposed.
       init_std: standard deviation of dummy weights; None if all elements are `init_value`.
-      num_experts: number of experts of a stack; None for a weight without experts.
+      num_experts: number of experts of a stack; None for a weight without experts. The first axis may be longer, so
+        that devices can share it equally: the matrices after those of the experts are not used.
       row_major: whether rows, or the matrices of a stack, must be contiguous in memory because they are read one by
         one. Otherwise a TPU may choose another order that saves padding, and then transpose the entire weight in every
         step.
@@ -137,6 +138,11 @@ class DeclaredParam:
         return self.variable.get_value().shape
 
     @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape without matrices of no expert."""
+        return self.shape if self.decl.num_experts is None else (self.decl.num_experts, *self.shape[1:])
+
+    @property
     def dtype(self) -> Any:
         return self.variable.get_value().dtype
 
@@ -179,7 +185,7 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
     ValueError for sources or axes that do not fit the shape.
     """
     rows = sum(source.num_contributed for source in decl.sources)
-    if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or decl.num_experts not in (None, shape[0]):
+    if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or shape[0] < (decl.num_experts or 0):
         raise ValueError(f"declaration {decl} does not fit a weight of shape {shape}")
     return nnx.Param(jnp.zeros(shape, dtype), decl=decl)
 

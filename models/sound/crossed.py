@@ -1,8 +1,5 @@
 """Sizes of towers of sounds that layers attend to, and their projections to the keys and values of the decoder's
-cross-attention.
-
-What leaves such a tower is not the encoder's last hidden state but what every decoder layer makes of it: a sound then
-costs each of a request's steps only the reading of its keys and values.
+cross-attention, which are what leaves such a tower.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def read_qwen2_audio(fields: ConfigFields, defaults: Mapping[str, Any] = DEFAULT
 
 
 class Qwen2AudioTower(nnx.Module):
-    """Tower of Qwen2-Audio.
+    """Tower of Qwen2-Audio: a SoundEncoder with pooled positions, and a projection.
 
     A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """

@@ -63,8 +63,6 @@ class HYV4VLTower(HunYuanVLTower):
     def sampled(self, sizes: jax.Array) -> jax.Array:
         """Return the sides of images in patches, i32[P], as learned positions are stretched to them: f32[P], each 0.1
         more, unless there are as many positions.
-
-        PyTorch's interpolation then copies the positions, whatever the scale (on CPUs; on GPUs if both sides are so).
         """
         shown = sizes.astype(jnp.float32)
         return jnp.where(sizes == self.config.vit.grid, shown, shown + _SHIFT)

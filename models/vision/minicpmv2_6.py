@@ -37,8 +37,7 @@ _MOST_QUERIES, _MOST_RESOLUTION = 1024, 4096
 @dataclass(frozen=True, kw_only=True)
 class ResampledTowerConfig(VitTowerConfig):
     """Sizes of the tower. A unit is a crop: the whole image, or a slice. All units have as many patches as the largest
-    crop of any shape, 1216 where a square one has 1024 (448 pixels, patches of 14): the rest of a crop's is padding,
-    about a sixth of the tower's work.
+    crop of any shape; the rest of a smaller crop's are padding.
 
     Attributes:
       vit: sizes of the layers, and of the learned positions.

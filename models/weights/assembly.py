@@ -78,7 +78,7 @@ class Assembly:
         """
         decl = self._param.decl
         for block, parts in self._blocks:
-            for expert in range(block.experts.start, block.experts.stop):
+            for expert in block.numbers(decl):
                 start = 0
                 for source in decl.sources:
                     name, share = tensor_name(source, expert), source.num_contributed // self._num_parts

@@ -58,8 +58,8 @@ def dummy_params(
 
 
 def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
-    """Return a hash of the seed and the name of each tensor of a weight, u32[experts, sources]."""
-    experts = range(param.decl.num_experts or 1)
+    """Return a hash of the seed and the name of each tensor of a weight, u32[E, sources], E the matrices of a stack."""
+    experts = range(1 if param.decl.num_experts is None else param.shape[0])
     names = [[f"{seed}/{tensor_name(source, expert)}" for source in param.decl.sources] for expert in experts]
     return np.array([[zlib.crc32(name.encode()) for name in row] for row in names], np.uint32)
 

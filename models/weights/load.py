@@ -280,17 +280,17 @@ class _Loader:
         """Return a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer
         axes.
 
-        Rows of padding are zeros. Raises ModelFileError if a tensor cannot be read or does not fit.
+        Rows of padding and matrices of no expert are zeros. Raises ModelFileError if a tensor cannot be read or does
+        not fit.
         """
         decl, only = param.decl, param.decl.sources[0]
         parts = num_parts(param, self.mesh)[decl.joined_axis]
         if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
             rows = source_row(only, np.arange(block.part * only.rows // parts, (block.part + 1) * only.rows // parts))
             return self.read_rows(only.name, rows, block.columns, param.dtype).astype(param.dtype, copy=False)
-        experts = range(block.experts.start, block.experts.stop)
         num_rows = sum(source.num_contributed for source in decl.sources) // parts
-        joined = np.zeros((len(experts), num_rows, *_lengths(block.columns)), param.dtype)
-        for expert, out in zip(experts, joined, strict=True):
+        joined = np.zeros((*_lengths((block.experts,)), num_rows, *_lengths(block.columns)), param.dtype)
+        for expert, out in zip(block.numbers(decl), joined, strict=False):
             start = 0
             for source in decl.sources:
                 share = source.num_contributed // parts

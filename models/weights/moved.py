@@ -46,8 +46,8 @@ def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 
 
 
 def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Array:
-    """Return a copy of `array` with the sharding and layout of `old`, which has its shape and dtype, after the
-    transfers are complete.
+    """Return a copy of `array` with the sharding and layout of `old`, which has its dtype and its shape, but may have
+    more rows, which are zeros, after the transfers are complete.
 
     One device's part at a time goes through host memory: no program is compiled. chunk_bytes: bytes of further copies
     in host memory at a time; None for the whole part.
@@ -55,9 +55,11 @@ def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Arr
     parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
     for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
         shape = old.sharding.shard_shape(old.shape)
-        host = np.empty(shape, old.dtype) if memory is None else memory.zeros(shape, np.dtype(old.dtype))
+        host = np.zeros(shape, old.dtype) if memory is None else memory.zeros(shape, np.dtype(old.dtype))
         for band in _bands(shape, chunk_bytes, np.dtype(old.dtype).itemsize):
-            host[band] = read_slice(array, _within(index, band, old.shape))
+            rows = read_slice(array, _within(index, band, old.shape))
+            host[band][tuple(map(slice, rows.shape))] = rows
+            del rows  # before the next ones are read
         parts.append(jax.block_until_ready(jax.device_put(host, device)))
         del host
     placed: Any = jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts, dtype=old.dtype)

@@ -2,19 +2,16 @@
 
 This module handles the storage of `KVPages`: allocation, size, partitioning, export and import. Only this file, the KV
 updates and the attention implementations depend on the physical layout. All other code uses page ids and the canonical
-form [n, page_size, 2, K, H], or [n, page_size, 1, K, H] if values are stored within keys. Layers, requests and owners
-of pages do not occur here.
+form [n, page_size, 2, K, H], or [n, page_size, 1, K, H] if values are stored within keys.
 
 A platform (jaxengine.pallas_kernels.registry) has one layout, which its kernels read. Several platforms may share one.
 
 - HEAD_TILES: [P, K, page_size * (H + Hv)]. Each page and head has a tile of keys [page_size, H] followed by a tile of
-  values [page_size, Hv], flattened. XLA:CPU copies one long row at memory bandwidth, but many short ones at half of it;
-  on a GPU a tile is one TMA box.
+  values [page_size, Hv], flattened.
 - HEAD_TILES_AS_BITS: the same, but element types narrower than 32 bits are stored as unsigned integers of equal width,
-  because XLA:CPU widens the operand of a bf16 or fp8 scatter or gather to float32: the entire pool in every call.
+  which XLA:CPU does not widen in scatters and gathers.
 - TOKEN_ROWS: [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: for each head its key, then its value,
-  with `KVSpec.aligned_values` from the next multiple of 128 on. One DMA moves a page for all heads. Rows are multiples
-  of a lane tile, because XLA copies other TPU pools before every kernel.
+  with `KVSpec.aligned_values` from the next multiple of 128 on.
 - SEQUENCES: [T, K, H + Hv], whole sequences without pages, see kv/update_unpaged.py. It is not one of LAYOUTS.
 
 With `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
@@ -361,8 +358,8 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
     """Return the largest magnitudes of keys and of values, each f32 [K], in `count` pages from page `first` i32 [] on.
     The second is None if values are stored within keys.
 
-    All slots count, including those that were never written, which hold zeros. NaN counts as infinity, because XLA's
-    maximum on CPUs may ignore it. Raises ValueError for a quantised pool.
+    All slots count, including those that were never written, which hold zeros. NaN counts as infinity.
+    Raises ValueError for a quantised pool.
     """
     spec = kv.spec
     if is_quantized(spec):

@@ -52,8 +52,8 @@ class UpdateRuns:
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> UpdateRuns:
     """Return the runs of slot_mapping i32 [T]: neighbouring tokens in successive slots of one aligned group of eight.
-    Negative slots do not belong to any run. All pairs of tokens are compared, which costs less than a sort or a
-    scatter. Raises ValueError for a page size that is not a multiple of 8.
+    Negative slots do not belong to any run. Raises ValueError for a page size that is not a multiple
+    of 8.
     """
     if page_size % GROUP:
         raise ValueError(f"the TPU KV write needs a page_size that is a multiple of {GROUP}, got {page_size}")

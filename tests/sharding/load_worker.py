@@ -63,6 +63,10 @@ CASES = {
     "joined, kv heads copied": (with_attention(JOINED, num_kv_heads=2), MeshLayout(1, 1, 4)),
     "parts of experts": (MIXTURE, MeshLayout(2, 2, 2)),
     "whole experts": (MIXTURE, MeshLayout(2, 2, 2, expert_parallel=True)),
+    "six experts on four devices": (
+        replace(MIXTURE, experts=replace(EXPERTS, num_experts=6)),
+        MeshLayout(2, 2, 1, expert_parallel=True),
+    ),
 }
 # Each takes seconds to compile; the others with --thorough.
 DUMMY_CASES = ("joined, kv heads copied", "whole experts")
@@ -129,7 +133,9 @@ def expected_part(param: DeclaredParam, tensors: dict[str, np.ndarray], index: t
     for expert in range(*spans[0]) if decl.num_experts is not None else [0]:
         shares = []
         for source in decl.sources:
-            tensor = tensors[tensor_names(param, source)[expert]][source.first : source.first + source.rows]
+            whole = dict(enumerate(tensors[name] for name in tensor_names(param, source))).get(expert)
+            whole = np.zeros(param.source_shape(source), np.float32) if whole is None else whole  # of no expert
+            tensor = whole[source.first : source.first + source.rows]
             heads = tensor.reshape(-1, source.group, *tensor.shape[1:])
             contributed = np.repeat(heads, source.repeat, axis=0).reshape(-1, *tensor.shape[1:])
             contributed = np.concatenate([contributed, np.zeros((source.padding, *tensor.shape[1:]), np.float32)])

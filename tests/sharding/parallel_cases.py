@@ -97,6 +97,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | RAGGED,
     ),
     "moe tp4 ep ragged": ("moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True} | RAGGED),
+    "5 experts, dp2 ep ragged": ("moe5", {"data_parallel_size": 2, "enable_expert_parallel": True} | RAGGED),
+    "6 experts, tp4 ep": ("moe6", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
 }
 CASES |= {
     "gpt_oss tp2": ("gpt_oss", {"tensor_parallel_size": 2}),
@@ -281,7 +283,9 @@ def answers(llm: LLM) -> dict[str, Any]:
     load = llm.get_expert_load()
     if load is not None:  # padding goes to no expert, every token to as many as it should
         wanted = metrics["jaxengine:scheduled_tokens"] * MOE["num_experts_per_tok"]
-        assert load.shape == (2, 8) and load.sum(axis=1).tolist() == [wanted] * 2, (load, wanted)
+        experts = llm.core.inputs.model_config.experts
+        assert experts is not None and load.shape == (2, experts.num_experts), load
+        assert load.sum(axis=1).tolist() == [wanted] * 2, (load, wanted)
     return {
         "tokens": [output.outputs[0].token_ids for output in outputs],
         "logprobs": [

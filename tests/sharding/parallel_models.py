@@ -106,7 +106,8 @@ GEMMA4_MOE = GEMMA4 | {
     "top_k_experts": 2,
     "moe_intermediate_size": 32,
 }
-# One latent for all heads: devices have sequences of their own or, replicated, heads.
+# One latent for all heads: devices have sequences of their own or, replicated, heads. Four devices do not divide the
+# experts.
 LATENT = DENSE | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -117,12 +118,12 @@ LATENT = DENSE | {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "n_routed_experts": 8,
+    "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
     "topk_method": "group_limited_greedy",
-    "n_group": 4,
+    "n_group": 3,
     "topk_group": 2,
 }
 # Keys that an indexer selects, in half of the layers one before.
@@ -201,6 +202,8 @@ MODELS = {
     "kv1": DENSE | {"num_key_value_heads": 1},
     "kv3": DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
     "moe": MOE,
+    "moe5": MOE | {"num_experts": 5},
+    "moe6": MOE | {"num_experts": 6},
     "gpt_oss": GPT_OSS,
     "glm4": GLM4,
     "phi3": PHI3,

@@ -8,6 +8,7 @@ needs eight devices (XLA_FLAGS=--xla_force_host_platform_device_count=8).
 from __future__ import annotations
 
 import json
+import re
 import sys
 import weakref
 from collections import Counter
@@ -42,6 +43,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, tp2 dp2 pp2 ep, rounded to int8": (
         "qwen3_moe",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2, "quantization": "int8", **EP},
+    ),
+    "8 experts, dp3 pp2 ep, rounded to int8": (
+        "qwen3_moe",
+        {"data_parallel_size": 3, "pipeline_parallel_size": 2, "quantization": "int8", "max_num_seqs": 6, **EP},
     ),
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42, 43, 44], [77] * 20]
@@ -103,9 +108,10 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
     """Tokens with the stored weights, with others, with the first ones again, and after sleeps; `same`: whether the
     first ones were there still after faulty updates, each of which was refused; `alive`: how many of the weights and
     pools are left that an update or a sleep was to give up; `slept`: bytes on each device before a sleep, in it and
-    after it; `names`: of weights with checksums."""
+    after it; `names`: of weights with checksums;
+    `experts`: checksums of experts."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    with LLM(str(checkpoint(model)), compile_cache_dir=cache, **OPTIONS, **options) as llm:
+    with LLM(str(checkpoint(model)), compile_cache_dir=cache, **OPTIONS | options) as llm:
 
         def tokens() -> list[list[int]]:
             return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -136,7 +142,8 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
             llm.wake_up()
             slept.append([*sizes, bytes_alive()])
             found.append(tokens())
-        more = {"names": sorted(sums), "slept": slept}
+        experts = {name: each for name, each in sums.items() if re.search(r"mlp\.(gate_up|down)", name)}
+        more = {"names": sorted(sums), "experts": experts, "slept": slept}
         return more | {"tokens": found, "same": same, "alive": alive, "compilations": llm.core.runner.compiles.count}
 
 
@@ -146,6 +153,8 @@ def main(cache: str, *names: str) -> None:
         model, options = CASES[name]
         quantized = {key: value for key, value in options.items() if key == "quantization"}
         alone, found = run(model, cache, quantized), run(model, cache, options)
+        if options.get("enable_expert_parallel"):
+            found["same"] = found["same"] and found["experts"] == alone["experts"] != {}
         print(json.dumps({"case": name, "alone": alone["tokens"], "own": alone["names"], **found}), flush=True)
 
 

@@ -385,7 +385,7 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
     if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
         return None
     num_tokens, devices = bucket.num_tokens * mesh.ranks_sharing("experts"), mesh.num_shards("experts")
-    k, own = experts.num_per_token, experts.num_experts // devices
+    k, own = experts.num_per_token, mesh.padded_experts(experts.num_experts) // devices
     return rows_at_once(num_tokens, k, own, -(-num_tokens * k // devices), "cpu" if kv is None else kv.platform)
 
 

@@ -349,8 +349,6 @@ def _abstract(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLay
         sizes = tensor_sizes(
             model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)
         )
-        if not sizes and layout.expert_parallel:  # replicas alone do not divide the experts
-            raise ConfigError("enable_expert_parallel", True, f"False for this model ({error})") from None
         allowed = f"{', '.join(map(str, sizes))} for this model ({error})"
         raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed) from None
 

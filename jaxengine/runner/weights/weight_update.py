@@ -272,16 +272,17 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each weight of one stage by name, without adapters. Layer numbers count over all
-    stages. fetch: returns a whole host array by its index in stage.params; None if all of the stage is on this
-    process's devices.
+    """Return the SHA-256, in hex, of each weight of one stage by name, without adapters, and without matrices of no
+    expert. Layer numbers count over all stages. fetch: returns a whole host array by its index in stage.params; None if
+    all of the stage is on this process's devices.
     """
     model, found = stage.programs.model, {}
     layers = model.stage.layers
-    names = {param.name for param in declared_params(model)}
+    params = {param.name: param for param in declared_params(model)}
     for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
-        if name in names:
+        if (param := params.get(name)) is not None:
             array = on_host(stage.params[index]) if fetch is None else fetch(index)
+            array = array[tuple(map(slice, param.own_shape))]
             name = re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{layers[int(match[1])]}.", name)
             found[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
     return found
@@ -453,10 +454,10 @@ def _not_finite(model: Any, path: tuple[Any, ...], dtype: Any) -> tuple[str, str
 def _own_tree(
     stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
 ) -> dict[int, jax.Array]:
-    """Return a stage's new arrays by leaf index, from an nnx.State or nnx.Module with the engine's own structure. An
-    array that already has the engine's sharding and layout is not copied. strict: whether all weights must be given.
-    donate: delete arrays that were copied. Raises WeightUpdateError with all faulty arrays, for an engine of several
-    stages (num_stages), and for a weight that joins several tensors and is split along the joined axis.
+    """Return a stage's new arrays by leaf index, from an nnx.State or nnx.Module with the engine's own structure, with
+    or without matrices of no expert. An array that already has the engine's sharding and layout is not copied. strict:
+    whether all weights must be given. donate: delete arrays that were copied. Raises WeightUpdateError with all faulty
+    arrays, for several stages (num_stages), and for a weight that joins tensors and is split along the joined axis.
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
@@ -473,8 +474,8 @@ def _own_tree(
                 faults.append((name, "is missing"))
         elif (fault := fault_of(array := given[path])) is not None:
             faults.append((name, fault))
-        elif array.shape != old.shape or array.dtype != old.dtype:
-            faults.append((name, f"must be {old.dtype}{[*old.shape]}, got {array.dtype}{[*array.shape]}"))
+        elif array.shape not in (old.shape, param.own_shape) or array.dtype != old.dtype:
+            faults.append((name, f"must be {old.dtype}{[*param.own_shape]}, got {array.dtype}{[*array.shape]}"))
         elif len(param.decl.sources) > 1 and num_parts(param, stage.mesh)[param.decl.joined_axis] > 1:
             raise WeightUpdateError(
                 f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
@@ -487,8 +488,8 @@ def _own_tree(
     if faults:
         raise WeightUpdateError.of(faults)
     for index, array in new.items():
-        if array.format != stage.params[index].format:
-            new[index] = jax.block_until_ready(moved(array, stage.params[index], chunk_bytes))
+        if (array.shape, array.format) != ((old := stage.params[index]).shape, old.format):
+            new[index] = jax.block_until_ready(moved(array, old, chunk_bytes))
             if donate:
                 array.delete()
     return new

@@ -79,7 +79,7 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
     if kernel is None or layer.sends_rows:
         return None
     experts, num_tokens = layer.experts, num_tokens * mesh.ranks_sharing(layer.axis)
-    own = experts.num_experts // mesh.num_shards("experts") if layer.axis == "experts" else experts.num_experts
+    own = layer.num_stored // mesh.num_shards("experts") if layer.axis == "experts" else experts.num_experts
     sizes = routed(num_tokens, experts.num_routed, experts.num_per_token)[:own]
     if own < experts.num_experts:
         k = experts.num_per_token

@@ -21,13 +21,13 @@ from jaxengine.pallas_kernels.matmul.low_rank_groups import add_low_rank
 
 class ExpertPools(nnx.Module):
     """Pools with all adapters' matrices for one grouped product [E, in, out] whose output is made of `sources`, with
-    logical axes (experts, in, out). They are zeros at first.
+    logical axes (experts, in, out). They are zeros at first. num_experts: number of experts, and E.
     """
 
     def __init__(
         self,
         spec: LoraSpec,
-        num_experts: int,
+        num_experts: tuple[int, int],
         in_size: int,
         sources: tuple[Source, ...],
         *,
@@ -38,15 +38,15 @@ class ExpertPools(nnx.Module):
         self.spec = spec
         # For each source, the index of its module.
         self.module = tuple(modules.index(source.name) for source in sources)
-        slots, rank = spec.max_loras, spec.max_lora_rank
         of_a, of_b = (axes[0], None, None, axes[1]), (axes[0], None, None, axes[2])
-        shape = num_experts, slots, len(modules) * rank, in_size
-        self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl(of_a, sources, None, num_experts))
+        (count, stored), slots, rank = num_experts, spec.max_loras, spec.max_lora_rank
+        shape = stored, slots, len(modules) * rank, in_size
+        self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl(of_a, sources, None, count))
         self.b = nnx.List(
             [
                 PoolArray(
-                    jnp.zeros((num_experts, slots, rank, source.num_contributed), dtype),
-                    decl=PoolDecl(of_b, sources, part, num_experts),
+                    jnp.zeros((stored, slots, rank, source.num_contributed), dtype),
+                    decl=PoolDecl(of_b, sources, part, count),
                 )
                 for part, source in enumerate(sources)
             ]

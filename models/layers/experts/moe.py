@@ -115,6 +115,7 @@ class MixtureOfExperts(nnx.Module):
       notes_logits, notes_experts: whether every call sets the attribute `logits` to its RouterLogits, and `picked` to
         its PickedExperts.
       given: GivenExperts of the next call's tokens; None for none.
+      num_stored: number of matrices of each stack, those that no token uses included (`MeshLayout.padded_experts`).
     """
 
     notes_logits = notes_experts = False
@@ -136,6 +137,7 @@ class MixtureOfExperts(nnx.Module):
             raise ModelConfigError(f"experts must be set for {config.architecture}, got None")
         self.experts = experts = config.experts
         size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
+        self.num_stored = stored = build.mesh.padded_experts(count)
         self.activation, self.is_gated = activation or gated_by(config.activation), bool(names.gate)
         self.fuses = config.activation in FUSED
         own: dict[str, Any] = {"activation": ACTIVATIONS[config.activation], "bias": config.mlp_bias}
@@ -152,13 +154,13 @@ class MixtureOfExperts(nnx.Module):
         prefix = f"{source}.experts.{{expert}}"
         gate_up = tuple(Source(f"{prefix}.{name}", ffn) for name in (names.gate, names.up) if name)
         down = (Source(f"{prefix}.{names.down}", size),)
-        shape = count, size, len(gate_up) * ffn
+        shape = stored, size, len(gate_up) * ffn
         self.gate_up = build.weight(shape, gate_up, (over, "embed", within), num_experts=count)
-        self.down = build.weight((count, ffn, size), down, (over, within, "embed"), num_experts=count)
+        self.down = build.weight((stored, ffn, size), down, (over, within, "embed"), num_experts=count)
         spec, dtype = build.lora if build.layer is not None else None, build.dtype
 
-        def pools(in_size: int, sources: tuple[Source, ...], axes: tuple[str | None, ...]) -> ExpertPools | None:
-            return None if spec is None else ExpertPools(spec, count, in_size, sources, axes=axes, dtype=dtype)
+        def pools(size: int, sources: tuple[Source, ...], axes: tuple[str | None, ...]) -> ExpertPools | None:
+            return None if spec is None else ExpertPools(spec, (count, stored), size, sources, axes=axes, dtype=dtype)
 
         def plain_pools(source: Source, dtype: Any) -> LoraPools | None:
             axes = "embed", None
@@ -169,12 +171,10 @@ class MixtureOfExperts(nnx.Module):
         self.router_lora = plain_pools(router, self.router_dtype)
 
         self.router_bias = _bias((router,), (None,), dtype) if experts.bias else None
-        self.gate_up_bias = _bias(gate_up, (over, within), dtype, count) if experts.bias else None
-        self.down_bias = _bias(down, (over, "embed"), dtype, count) if experts.bias else None
-        correction = f"{source}.{names.correction_bias}"
-        self.correction_bias = (
-            self.make_correction_bias(correction, experts.num_routed) if experts.correction_bias else None
-        )
+        self.gate_up_bias = _bias(gate_up, (over, within), dtype, (count, stored)) if experts.bias else None
+        self.down_bias = _bias(down, (over, "embed"), dtype, (count, stored)) if experts.bias else None
+        correction, corrects = f"{source}.{names.correction_bias}", experts.correction_bias
+        self.correction_bias = self.make_correction_bias(correction, experts.num_routed) if corrects else None
         beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
         self.shared = GatedMLP(size, ffn, source=beside, build=build, **{**own, **shared}) if ffn else None
@@ -201,14 +201,12 @@ class MixtureOfExperts(nnx.Module):
         return self.of_picked(x, rows, weights, ids)
 
     def of_picked(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k].
-        Zero experts add weighted x.
-        """
+        """Return what `__call__` does, and set `load`, for x [T, D], experts `ids` i32[T, k], f32 `weights` [T, k]."""
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             ids = jnp.where(rows.is_token[:, None], ids, self.experts.num_routed)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
-        y = self._computed(x, rows, weights, jnp.minimum(ids, num_experts))
+        y = self._computed(x, rows, weights, jnp.where(ids < num_experts, ids, self.num_stored))
         if not self.experts.num_zero_experts:
             return y
         is_zero = (ids >= num_experts) & rows.is_token[:, None]
@@ -219,7 +217,7 @@ class MixtureOfExperts(nnx.Module):
         """Return the output [T, D] of the experts that have weights, plus that of the shared MLP, for x [T, D],
         multiplied by `output_scale`.
 
-        weights, ids: [T, k], with id E for zero experts and padding.
+        weights, ids: [T, k], with id `num_stored` for zero experts and padding.
         """
         if not self.sends_rows:
             return scaled(self._gather_tokens(x, weights, ids, rows.adapters), self.experts.output_scale)
@@ -235,7 +233,7 @@ class MixtureOfExperts(nnx.Module):
         """Return the output [T, D] for this device's tokens in x's dtype, including the shared MLP: gathers all tokens
         on every device that shares the weights, and reduces the devices' results.
 
-        weights, ids: [T, k], from `route`, with ids E for padding. adapters: those of x's rows, or None.
+        weights, ids: [T, k], those of `_computed`. adapters: those of x's rows, or None.
         """
         dtype = x.dtype
         with jax.named_scope("group"):
@@ -268,8 +266,7 @@ class MixtureOfExperts(nnx.Module):
         weights, ids: [T, k], of the picked experts.
         """
         with jax.named_scope("group"):
-            num_experts = self.experts.num_experts
-            order, sizes = by_expert(ids, num_experts, group_step(ids.size, num_experts))
+            order, sizes = by_expert(ids, self.num_stored, group_step(ids.size, self.num_stored))
             rows = self._inputs(x, weights, order)
             adapters = _of_rows(adapters, self._slots_of(order))
         y = self._multiply(rows, sizes, adapters)
@@ -323,9 +320,9 @@ class MixtureOfExperts(nnx.Module):
         k, num_tokens, (own, most_of_token) = self.experts.num_per_token, x.shape[0], self._own_rows
         with jax.named_scope("group"):
             x, weights = share_tokens(x, self.axis), share_tokens(weights, self.axis)
-            ids = share_tokens(ids, self.axis, fill=self.experts.num_experts)
+            ids = share_tokens(ids, self.axis, fill=self.num_stored)
             order = jnp.argsort(ids.ravel(), stable=True)
-            sizes = stack_parts(tokens_per_expert(ids, self.experts.num_experts), self.axis)
+            sizes = stack_parts(tokens_per_expert(ids, self.num_stored), self.axis)
             room = lax.empty((sizes.shape[0] * x.shape[0] * most_of_token, x.shape[1]), x.dtype)
             rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis)
             own_sizes = lax.dynamic_slice_in_dim(jnp.sum(sizes, axis=0), shard_index(self.axis) * own, own)
@@ -399,7 +396,7 @@ class MixtureOfExperts(nnx.Module):
     @property
     def _own_rows(self) -> tuple[int, int]:
         """Number of a device's own experts, and the most rows of a token there: k if given, as these may repeat."""
-        own, k = self.experts.num_experts // num_shards("experts"), self.experts.num_per_token
+        own, k = self.num_stored // num_shards("experts"), self.experts.num_per_token
         return own, min(k, own) if self.given is None else k
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
@@ -475,15 +472,17 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _bias(
-    sources: Sequence[Source], axes: tuple[str | None, ...], dtype: Any, num_experts: int | None = None
+    sources: Sequence[Source], axes: tuple[str | None, ...], dtype: Any, num_experts: tuple[int, int] | None = None
 ) -> nnx.Param:
-    """Return a new parameter for the bias [out] of a product or, unless num_experts is None, [num_experts, out] of a
-    grouped product. out is the sum of the sources' rows. axes: logical axis of each dimension, as in `ParamDecl`.
+    """Return a new parameter for the bias [out] of a product or [stored, out] of a grouped product. out is the sum of
+    the sources' rows. axes: logical axis of each dimension, as in `ParamDecl`. num_experts: experts of a grouped
+    product, and how many are stored; None for another product.
     """
     tensors = tuple(part.tensor("bias") for part in sources)
-    shape = (*([] if num_experts is None else [num_experts]), sum(part.rows for part in sources))
+    count, *stack = num_experts or (None,)
+    shape = *stack, sum(part.rows for part in sources)
     # An expert's bias is looked up as a row for each of its tokens.
-    decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts, row_major=num_experts is not None)
+    decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=count, row_major=count is not None)
     return declare(shape, dtype, decl)
 
 

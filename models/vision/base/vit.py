@@ -354,8 +354,7 @@ def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
 def read_deepstack(vision: ConfigFields, default: Sequence[int], num_layers: int) -> tuple[list[int], tuple[int, ...]]:
     """Return (`deepstack_visual_indexes`, those layers among them that the tower has, ascending).
 
-    transformers makes a merger for each index, in any order, and leaves out the layers that a tower is too short for,
-    as most are for the default. Raises ModelConfigError for what is not a list of integers.
+    Raises ModelConfigError for what is not a list of integers.
     """
     layers = vision.value("deepstack_visual_indexes", default)
     if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):

@@ -65,10 +65,7 @@ def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def largest_for(scales: np.ndarray, dtype: str) -> np.ndarray:
-    """Return magnitudes, f64, from which `scales_for` computes `scales`, bit for bit, if these are normal numbers.
-
-    float32 would round them.
-    """
+    """Return magnitudes, f64, from which `scales_for` computes `scales`, bit for bit, if these are normal numbers."""
     return scales.astype(np.float64) * _codes(dtype)
 
 

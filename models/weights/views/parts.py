@@ -24,7 +24,7 @@ class Block(NamedTuple):
     """Part of a weight that is read at once for devices of this process: neighbouring columns of one part.
 
     Attributes:
-      experts: slice of the first axis; slice(0, 1) for a weight without experts.
+      experts: slice of the first axis, which may end after the last expert; slice(0, 1) for a weight without experts.
       part: index of the part of the joined axis.
       columns: slice of the tensors' second axis; () for tensors without one.
       devices: (device, its columns, counted from the block's first) of each device. None stands for the default device.
@@ -34,6 +34,10 @@ class Block(NamedTuple):
     part: int
     columns: tuple[slice, ...]
     devices: list[tuple[Any, slice]]
+
+    def numbers(self, decl: ParamDecl) -> range:
+        """Return the numbers of the experts that the block has; range(1) for a weight without experts."""
+        return range(self.experts.start, min(self.experts.stop, decl.num_experts or 1))
 
 
 def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
@@ -72,7 +76,8 @@ def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
 
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     """Return the axes of a weight from the outermost in memory to the innermost; None if the compiler chooses, and for
-    abstract devices.
+    abstract devices. The last two are swapped for `transposed_on_gpu` where a card's kernels read them so; otherwise
+    `row_major` keeps the declared order.
     """
     axes = tuple(range(len(decl.axes)))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):

@@ -13,7 +13,7 @@ card has multiprocessors, several CTAs share a tile: each adds up a part of the 
 
 On a Blackwell card the tiles are multiplied by `matmul.blackwell.tile`; everything else is the same.
 
-Codes are read as [out, in]: `models` stores them so on CUDA cards, where the transposition in the program is free.
+Codes are read as [out, in], as CUDA cards store them.
 """
 
 from __future__ import annotations

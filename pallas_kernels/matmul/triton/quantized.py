@@ -6,7 +6,7 @@ each group of inputs is scaled, and the zeros times the sum of the row's inputs 
 is rounded. If there are fewer tiles than half of the card's multiprocessors, several programs share a tile: each adds
 up a part of the inputs, and XLA adds the parts in order, so that the result is the same on every run.
 
-Codes are read as [out, in]: `models` stores them so on CUDA cards, where the transposition in the program is free.
+Codes are read as [out, in], as CUDA cards store them.
 """
 
 from __future__ import annotations

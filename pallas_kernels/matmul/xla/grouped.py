@@ -1,10 +1,7 @@
 """Grouped products for CUDA cards: plain XLA over tiles of rows, several tiles in one batched product.
 
-XLA:GPU (jax 0.10.2) turns jax.lax.ragged_dot into one product of [M, G * in] with all matrices, which takes G times the
-operations and stores x once per matrix. Here the rows of every group are cut into tiles; an iteration of a loop gathers
-the rows and the matrices of a few tiles and multiplies them. The trip count follows the tiles of the groups, so that
-rows of no group cost nothing. A matrix is read, written and read once more for each of its tiles, which a kernel would
-save.
+The rows of every group are cut into tiles; an iteration of a loop gathers the rows and the matrices of a few tiles and
+multiplies them. The trip count follows the tiles of the groups, so that rows of no group cost nothing.
 """
 
 from __future__ import annotations

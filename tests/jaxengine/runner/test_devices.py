@@ -202,16 +202,23 @@ def test_ranks_that_split_a_batch_share_its_limits():
 MIXTURE = replace(MODEL, architecture="Qwen3MoeForCausalLM", experts=ExpertsConfig(6, 2, 32))
 
 
-def test_experts_need_devices_that_divide_them():
-    options = EngineConfig.from_options(tensor_parallel_size=4, enable_expert_parallel=True)
-    resolved = options.resolved(MIXTURE, PLATFORMS["cpu"])
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 4; allowed: 1, 2, 3, 6 for this model"):
-        build_split(MIXTURE, resolved, resolved.mesh_layout(MIXTURE), Stage(0, 4))
-    odd = replace(MIXTURE, experts=ExpertsConfig(5, 2, 32))  # which no tensor_parallel_size makes fit two replicas
-    options = EngineConfig.from_options(data_parallel_size=2, enable_expert_parallel=True)
-    resolved = options.resolved(odd, PLATFORMS["cpu"])
-    with pytest.raises(ConfigError, match=r"enable_expert_parallel is True; allowed: False for this model \(layers"):
-        build_split(odd, resolved, resolved.mesh_layout(odd), Stage(0, 4))
+def test_devices_that_do_not_divide_the_experts_have_room_for_more():
+    def experts_on(**options: int) -> list[tuple[int, int | None, int]]:
+        """Matrices, experts and bytes of each stack of the first layer."""
+        resolved = EngineConfig.from_options(**options).resolved(MIXTURE, PLATFORMS["cpu"])
+        params = declared_params(build_split(MIXTURE, resolved, resolved.mesh_layout(MIXTURE), Stage(0, 4)))
+        stacks = [each for each in params if each.layer == 0 and each.decl.num_experts is not None]
+        return [(each.shape[0], each.decl.num_experts, each.num_bytes) for each in stacks]
+
+    alone = experts_on()
+    assert [each[:2] for each in alone] == [(6, 6)] * 2
+    for stored, sizes in (
+        (8, {"tensor_parallel_size": 4}),
+        (6, {"data_parallel_size": 2}),
+        (10, {"data_parallel_size": 5}),
+    ):
+        wanted = [(stored, 6, num_bytes // 6 * stored) for _, _, num_bytes in alone]
+        assert experts_on(**sizes, enable_expert_parallel=True) == wanted, sizes
 
 
 def test_how_tokens_reach_whole_experts():

@@ -45,7 +45,7 @@ def test_names():
     assert names.renamed("model.vision_model.connector.ln_in.bias") == "connector.ln_in.bias"
     for part in ("model.vision_model.connector.fine.projection.weight", "model.density_router.fc1.bias", "mtp.0.x"):
         assert names.is_unused(part)
-    names = model_for_hf("Blip2ForConditionalGeneration").checkpoint_names
+    names = model_for_hf(read_hf(BLIP2).architecture).checkpoint_names
     for stored, ours in (
         ("language_model.model.decoder.layers.0.fc1.bias", "model.layers.0.fc1.bias"),
         ("language_model.model.decoder.final_layer_norm.bias", "model.norm.bias"),
@@ -67,7 +67,12 @@ def test_names():
             "deepstack_visual_indexes must be a list of layers",
         ),
         (DOCLING, "text_config", {"model_type": "llama"}, "model_type must be granite_docling_text in text_config"),
-        (BLIP2, "text_config", {"model_type": "t5"}, "model_type must be opt in text_config, got 't5'"),
+        (
+            BLIP2,
+            "text_config",
+            {"model_type": "t5"},
+            "model_type must be that of a decoder (...ForCausalLM) in docs/models.md, got 't5'",
+        ),
         (BLIP2, "text_config", {"word_embed_proj_dim": 48}, "word_embed_proj_dim must be 64 or absent, got 48"),
         (BLIP2, "qformer_config", {"use_qformer_text_input": True}, "use_qformer_text_input must be false or absent"),
         (BLIP2, "qformer_config", {"num_attention_heads": 5}, "num_attention_heads must be a divisor of hidden_size"),

@@ -219,15 +219,24 @@ def test_texts_of_llava(kind):
 
 
 def test_embeddings_of_images_are_multiplied_as_those_of_tokens():
-    """Granite multiplies what towers give in any case, Gemma where transformers 4 wrote the file."""
+    """Granite multiplies what towers give in any case, Gemma where a transformers before 5.4 wrote the file."""
     for kind, version, factor in (
         ("gemma", "4.39.0", 32.0),
+        ("gemma2", "5.3.0", 32.0),
+        ("gemma2", "5.4.0", 1.0),
         ("gemma", "5.24.0", 1.0),
         ("granite", "5.24.0", 3.0),
     ):
         text = LLAVA_SIGLIP["text_config"] | {"model_type": kind, "head_dim": 64, "embedding_multiplier": 3.0}
         raw = LLAVA | {"text_config": text, "transformers_version": version}
         assert read_hf(raw).tower.multiplier == factor, (kind, version)
+
+
+def test_heads_of_wrapped_texts_have_no_bias():
+    """Since transformers 4.52, of which classes with a tower have their own heads."""
+    text = LLAVA_SIGLIP["text_config"] | {"model_type": "phi"}
+    for version, has_bias in (("4.51.3", True), ("4.52.0", False), ("5.24.0", False)):
+        assert read_hf(LLAVA | {"text_config": text, "transformers_version": version}).declared.head_bias == has_bias
 
 
 def test_towers_of_internvl_without_positions():

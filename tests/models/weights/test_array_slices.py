@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 DEVICES = 8
 
@@ -59,6 +59,8 @@ def check_moves(mesh: jax.sharding.Mesh) -> None:
             assert peak < part + (64 << 10), (ours.spec, theirs.spec, peak, part)
             assert placed.sharding == ours and array._npy_value is None
             np.testing.assert_array_equal(np.asarray(placed), numbers)
+            short = moved(jax.device_put(numbers[:1000], SingleDeviceSharding(jax.devices()[0])), old)
+            np.testing.assert_array_equal(np.asarray(short), np.pad(numbers[:1000], ((0, 24), (0, 0))))
 
 
 def check_wholes(mesh: jax.sharding.Mesh) -> None:
