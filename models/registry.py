@@ -28,7 +28,7 @@ from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.config.readers import dflash, eagle3
 from jaxengine.models.config.readers.dflash import DFlashConfig
 from jaxengine.models.config.readers.eagle3 import Eagle3Config
-from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family, with_stored_biases
+from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family, with_numbers, with_stored_biases
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
 from jaxengine.models.layers.dflash import DFlash
 from jaxengine.models.layers.eagle3 import Eagle3
@@ -261,7 +261,7 @@ def read_gguf(
     computation of a pooling model on hidden states; None for a model that generates.
     """
     model = model_for_gguf(gguf_family(metadata, biased or ()))
-    gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors, stored)
+    gguf = GGUFConfig(with_numbers(metadata), tie_word_embeddings, rope_factors, stored)
     shape = model.read_gguf(gguf)
     shape = shape if biased is None else with_stored_biases(shape, biased, stored)
     return ModelConfig(architecture=model.__name__, pooler=pooler, **shape)

@@ -20,7 +20,6 @@ class AlbertModel(BertModel):
     hidden states.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.encoder.albert_layer_groups.{group}.albert_layers.{inner}",
         qkv=("attention.query", "attention.key", "attention.value"),

@@ -48,7 +48,6 @@ class AliceAIForCausalLM(Qwen3NextForCausalLM):
     difference from one. Layers that predict further tokens are not read.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     first_input = first_stream
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         squeezed=CONVS,

@@ -57,7 +57,6 @@ class XIELU(nnx.Module):
 class ApertusForCausalLM(LlamaForCausalLM):
     """Llama with q/k norm and XIELU. The text part of Apertus 1.5 may have logits of its first tokens alone."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(constants={".act_fn.beta": BETA, ".act_fn.eps": EPS})
 
     @classmethod

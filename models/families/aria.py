@@ -38,7 +38,6 @@ _EXPERTS = ((".experts.fc1.weight", ".experts.gate_up_proj"), (".experts.fc2.wei
 class AriaTextForCausalLM(LlamaForCausalLM):
     """Llama whose layers have experts, and a shared MLP of as many of them."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(suffixes=_EXPERTS, stacked_experts=_STACKED)
 
     @classmethod

@@ -126,7 +126,6 @@ class GatedLatentAttention(LatentAttention):
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
     """Kimi Linear with gated latent attention that has rope, and delta nets without low ranks."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
         squeezed=(*CONVS, *JOINED),

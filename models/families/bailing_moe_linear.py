@@ -42,7 +42,6 @@ _DEFAULTS: dict[str, Any] = {
 class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
     """DeepSeek-V3 with lightning attention in place of latent attention in most layers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Ling 3's, but for the names of its delta nets.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=BailingHybridForCausalLM.checkpoint_names.prefixes,

@@ -5,7 +5,7 @@ by layer. Layers differ in KV heads and in the size of the MLP, and may lack att
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from flax import nnx
@@ -60,8 +60,6 @@ class PrunedLayer(nnx.Module):
 
 class DeciLMForCausalLM(LlamaForCausalLM):
     """Llama of PrunedLayers. `ffn_sizes` of its configuration has 0 for a layer without MLP."""
-
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

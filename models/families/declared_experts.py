@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import ALL_HEADS, AROUND, OUTPUT, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import gguf_layers, gguf_shared_experts, gguf_sliding
+from jaxengine.models.config.readers.gguf import (
+    GGUFConfig,
+    gguf_fields,
+    gguf_layers,
+    gguf_shared_experts,
+    gguf_sliding,
+)
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
@@ -73,6 +80,10 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
     return {"layer_types": [*kinds[:-1], FULL]}
 
 
+# Returns the ExpertsConfig of a GGUF file as `sigmoid_experts` does of a config.json.
+gguf_sigmoid_experts = partial(gguf_shared_experts, scoring_func="sigmoid")
+
+
 def _exaone_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
     """Return the attention of each layer of a GGUF file: with a window and rope in three of four layers, neither in
     the fourth, or `layers` if it has no window. Raises ModelConfigError for wrong fields.
@@ -82,11 +93,20 @@ def _exaone_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> 
     return gguf_layers(fields, layers[0], replace(layers[0], window=None, rope=None), full_every=4)
 
 
-def gguf_sigmoid_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Return the ExpertsConfig of a GGUF file as `sigmoid_experts` does of a config.json; None without experts. Raises
-    ModelConfigError for wrong fields.
+def gguf_after_dense(gguf: GGUFConfig, **own: Any) -> ExpertsConfig:
+    """Return the ExpertsConfig of a file that does not say whether its first layer has an MLP instead. own: further
+    fields. Raises ModelConfigError for wrong fields.
     """
-    return gguf_shared_experts(fields, scoring_func="sigmoid")
+    experts = gguf_sigmoid_experts(gguf.fields, norm_weights=True)
+    if experts is None:
+        raise gguf.fields.fail("expert_count", "at least 1")
+    return replace(experts, dense_layers=(0,) if "ffn_gate" in gguf.stored else (), **own)
+
+
+def _gguf_hunyuan(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields` with the experts of Hunyuan 3. Raises ModelConfigError for wrong fields."""
+    size = gguf.fields.integer("expert_shared_feed_forward_length", 0, minimum=0)
+    return gguf_fields(gguf, experts=gguf_after_dense(gguf, shared_intermediate_size=size))
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -330,6 +350,12 @@ EXPERT_ROWS: dict[str, Row] = {
             if fields.boolean("mup_enabled", False)
             else 1.0
         },
+        gguf=GGUFRow(
+            "afmoe",
+            experts=partial(gguf_sigmoid_experts, norm_weights=True),
+            layers=_exaone_layers,
+            more=lambda fields: {"embedding_multiplier": fields.integer("embedding_length") ** 0.5},
+        ),
         **BIASED,
     ),
     "HYV3ForCausalLM": Row(
@@ -352,6 +378,7 @@ EXPERT_ROWS: dict[str, Row] = {
             (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
             (".mlp.shared_experts.", ".mlp.shared_mlp."),
         ),
+        gguf=GGUFRow("hy_v3", read=_gguf_hunyuan),
         **{**BIASED, "mlp_bias": "mlp_bias"},
     ),
     "Mistral4ForCausalLM": Row(

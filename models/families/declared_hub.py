@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxengine.models.config.declared import AROUND, GROUPS, LAYER, OFFSET, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import gguf_shared_experts
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
 from jaxengine.models.families.declared_experts import gguf_sigmoid_experts, ling
 from jaxengine.models.families.declared_mixtures import STEP_NAMES
@@ -222,6 +224,10 @@ _STEP3 = Row(
     parts=((".share_expert.", ".mlp.shared_experts."),),
     **_RMS,
 )
+
+
+_gguf_experts = partial(gguf_shared_experts, scoring_func="softmax")
+
 # Keys are the class names that config.json lists under "architectures".
 HUB_ROWS: dict[str, Row] = {
     "InternLM2ForCausalLM": Row(
@@ -240,8 +246,7 @@ HUB_ROWS: dict[str, Row] = {
         defaults={"rms_norm_eps": 1e-6, "bias": True},
         bias="bias",
         output_bias="bias",
-        # Files have queries, keys and values apart.
-        gguf=GGUFRow("internlm2", choose=lambda _, form: replace(form, qkv=DeclaredForm().qkv, joined=ROWS)),
+        gguf=GGUFRow("internlm2"),
         **_RMS,
     ),
     "ChatGLMModel": Row(
@@ -282,6 +287,7 @@ HUB_ROWS: dict[str, Row] = {
         bias="add_qkv_bias",
         output_bias=False,
         adapt=_chatglm_fields,
+        gguf=GGUFRow("chatglm", interleaved=True),
         unused=("transformer.rotary_pos_emb.",),
         **_RMS,
     ),
@@ -292,6 +298,7 @@ HUB_ROWS: dict[str, Row] = {
         bias="attention_bias",
         output_bias="attention_bias",
         experts=_deepseek_experts,
+        gguf=GGUFRow("deepseek", experts=_gguf_experts),
         **_RMS,
     ),
     "BailingMoeForCausalLM": Row(
@@ -308,6 +315,7 @@ HUB_ROWS: dict[str, Row] = {
         bias="use_qkv_bias",
         output_bias=False,
         experts=_deepseek_experts,
+        gguf=GGUFRow("bailingmoe", experts=_gguf_experts),
         **_RMS,
     ),
     "InternLMForCausalLM": Row(
@@ -328,6 +336,7 @@ HUB_ROWS: dict[str, Row] = {
         only={"attention_bias": False, "mlp_bias": False},
         bias=False,
         output_bias=False,
+        gguf=GGUFRow("orion", eps="attention.layer_norm_epsilon"),
         **_RMS,
     ),
     "QWenLMHeadModel": Row(
@@ -354,6 +363,7 @@ HUB_ROWS: dict[str, Row] = {
         output_bias=False,
         adapt=_qwen_fields,
         unused=("transformer.rotary_emb.",),
+        gguf=GGUFRow("qwen", more=lambda fields: {"intermediate_size": fields.integer("feed_forward_length") // 2}),
         **{**_RMS, "grouped": False},
     ),
     "RWForCausalLM": ROWS_BY_NAME["FalconForCausalLM"]._replace(

@@ -12,9 +12,10 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import CHUNKS, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_by_layer, gguf_experts
 from jaxengine.models.config.readers.hf import FULL, SLIDING, read_each_layer
-from jaxengine.models.families.declared_experts import ALL_NORMED, BIASED, COUNTS, shared_of_size
-from jaxengine.models.families.declared_row import Row, kinds_of_ropes, no_rope, softmax_experts
+from jaxengine.models.families.declared_experts import ALL_NORMED, BIASED, COUNTS, gguf_after_dense, shared_of_size
+from jaxengine.models.families.declared_row import GGUFRow, Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.layers.experts.moe import ExpertNames
 
@@ -137,6 +138,29 @@ def _mimo_kinds(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
+def _gguf_mellum(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields`; layers with a window have unscaled rope. Raises ModelConfigError for wrong fields."""
+    experts = gguf_experts(gguf.fields, norm_weights=True, size=EXPERT_SIZE)
+    return gguf_by_layer(
+        gguf, 4, lambda each: replace(each, rope=each.rope and replace(each.rope, scaling=None)), experts=experts
+    )
+
+
+def _gguf_mimo(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields`; layers with a window may have sinks. Raises ModelConfigError for wrong fields."""
+    fields, size = gguf.fields, "attention.value_length"
+    keys = {f"{fields.prefix}{size}": fields.integer("attention.key_length")}
+    options = {"experts": gguf_after_dense(gguf), "partial_rotary": True, "value_size": fields.integer(size)}
+    own = gguf._replace(metadata={**gguf.metadata, **keys})
+    return gguf_by_layer(own, 6, lambda each: replace(each, sinks="attn_sinks" in gguf.stored), **options)
+
+
+def _gguf_mimo_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
+    """Return the form of a GGUF file. Raises ModelConfigError for a wrong scale of values."""
+    form = replace(form, value_scale=gguf.fields.number("attention.value_scale", 1.0))
+    return replace(form, qkv=("self_attn.qkv_proj",), joined=ROWS) if "attn_qkv" in gguf.stored else form
+
+
 # Keys are the class names that config.json lists under "architectures".
 KIND_ROWS: dict[str, Row] = {
     "MiMoV2FlashForCausalLM": Row(
@@ -181,6 +205,7 @@ KIND_ROWS: dict[str, Row] = {
         names=(("model.language_model.", "model."),),
         suffixes=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
         unused=("visual.", "model.visual.", "audio_encoder.", "speech_embeddings.", "audio_tokenizer."),
+        gguf=GGUFRow("mimo2", read=_gguf_mimo, choose=_gguf_mimo_form),
         **BIASED,
     ),
     "MellumForCausalLM": Row(
@@ -196,6 +221,7 @@ KIND_ROWS: dict[str, Row] = {
         rope=no_rope,
         each_layer=kinds_of_ropes,
         experts=softmax_experts,
+        gguf=GGUFRow("mellum", read=_gguf_mellum),
         **BIASED,
     ),
     "LagunaForCausalLM": Row(

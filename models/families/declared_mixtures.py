@@ -10,10 +10,12 @@ from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import AROUND, OFFSET, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, as_array, gguf_by_layer
 from jaxengine.models.config.readers.hf import FULL, LAYER_CONFIG, SLIDING, layer_kinds
-from jaxengine.models.families.declared_experts import shared_of_size
+from jaxengine.models.families.declared_experts import gguf_after_dense, shared_of_size
 from jaxengine.models.families.declared_row import (
     EPS,
+    GGUFRow,
     Row,
     clipped,
     kinds_of_ropes,
@@ -192,6 +194,38 @@ def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     return replace(form, limits=tuple(zip(*limits, strict=True)))
 
 
+def _gguf_step(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields`; layers without a window rotate half of each head, with the file's factors. Raises
+    ModelConfigError for wrong fields.
+    """
+    fields, half = gguf.fields, gguf.fields.integer("attention.key_length") // 2
+    experts = gguf_after_dense(gguf, shared_intermediate_size=fields.integer("expert_shared_feed_forward_length"))
+    dense = tuple(range(fields.integer("leading_dense_block_count", 0, minimum=0)))
+    return gguf_by_layer(
+        gguf._replace(
+            metadata={**gguf.metadata, f"{fields.prefix}rope.dimension_count": half},
+            rope_factors=RopeFactors(gguf.rope_factors.factors[: half // 2]),
+        ),
+        4,
+        lambda each: replace(each, rope=each.rope and replace(each.rope, rotary_dim=2 * half, scaling=None)),
+        partial_rotary=True,
+        experts=replace(experts, dense_layers=dense),
+    )
+
+
+def _gguf_step_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
+    """Return the form of a GGUF file with the bounds that it lists. Raises ModelConfigError for wrong lists."""
+    fields, limits = gguf.fields, []
+    count = fields.integer("block_count")
+    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        listed = as_array(fields.value(name, [0.0] * count))
+        if listed.dtype.kind not in "iuf" or listed.shape != (count,) or not (listed >= 0).all():
+            raise fields.fail(name, f"a list of {count} numbers >= 0")
+        limits.append([each or None for each in listed.tolist()])
+    count -= fields.integer("nextn_predict_layers", 0, minimum=0)
+    return replace(form, limits=tuple(zip(*limits, strict=True))[:count])
+
+
 # (End of a tensor's name in published files, end of its name in transformers).
 STEP_NAMES = tuple(
     (f".moe.{part}_proj{end}", f".mlp.experts.{part}_proj{new}")
@@ -258,6 +292,7 @@ _STEP = Row(
     bias="attention_bias",
     output_bias="attention_bias",
     mlp_bias="mlp_bias",
+    gguf=GGUFRow("step35", read=_gguf_step, choose=_gguf_step_form),
 )
 
 
@@ -426,6 +461,7 @@ MIXTURE_ROWS: dict[str, Row] = {
     ),
     "Step3p5ForCausalLM": _STEP,
     "Step3p7ForConditionalGeneration": _STEP._replace(
+        gguf=None,
         about="Step 3.7 Flash (StepFun 2026), its text part alone: Step 3.5's layers.",
         wrapped=True,
         names=(("model.language_model.", "model."),),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.declared import DeclaredForm
+from jaxengine.models.config.declared import ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
@@ -236,6 +236,8 @@ class Row(NamedTuple):
         own, form = self.gguf, self.form
         form = form if own.choose is None else own.choose(gguf, form)
         form = form if "attn_q_norm" in gguf.stored else replace(form, qk_norms=())
+        if len(form.qkv) == 1 and "attn_q" in gguf.stored:  # which the checkpoint joins
+            form = replace(form, qkv=DeclaredForm().qkv, joined=ROWS)
         experts = None if own.experts is None else own.experts(gguf.fields)
         clip = None if own.clip is None else gguf.fields.number(own.clip, None)
         options: dict[str, Any] = {"bias": own.bias, "output_bias": own.bias, "clip": clip, "experts": experts}

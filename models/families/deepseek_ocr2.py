@@ -77,7 +77,6 @@ _FIRST_ENCODER = {
 class DeepseekOcr2ForConditionalGeneration(LlamaForCausalLM):
     """Llama's attention with DeepSeek-V2's experts, and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
 
     @classmethod

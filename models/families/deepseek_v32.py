@@ -10,6 +10,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_flags
 from jaxengine.models.families.deepseek_v3 import DEFAULTS
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.llama import LAYER
@@ -19,7 +20,7 @@ from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
     """DeepSeek-V3 with an indexer in each layer; by default the first three layers are dense."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "deepseek32"
     # Whether rope pairs neighbouring elements; defaults of the indexer's number of heads, and of whether its rope does.
     interleaved: ClassVar[bool] = True
     index_heads: ClassVar[int] = 64
@@ -35,6 +36,25 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         own |= {"n_routed_experts": fields.value("num_experts", own.get("n_routed_experts"))}  # an older name
         own = ConfigFields(own)
         shared = super().read_hf(own.with_defaults(**DEFAULTS, rms_norm_eps=1e-6, rope_interleave=cls.interleaved))
+        return cls._with_indexers(shared, fields)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        shared = super().read_gguf(gguf)
+        named = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+        own: dict[str, Any] = {name: gguf.fields.integer(f"attention.indexer.{part}") for name, part in named.items()}
+        # GLM-5.2's first files, of a million positions, do not list which layers have an indexer; those of others do.
+        count, long = len(shared["attention"]), shared["max_position_embeddings"] >= 1 << 20
+        usual = [not long or layer < 2 or layer % 4 == 2 for layer in range(count)]
+        listed = gguf_flags(gguf.fields, "attention.indexer.types", usual)
+        kinds = ["full" if has_own else "shared" for has_own in listed]
+        return cls._with_indexers(shared, ConfigFields({**own, "num_hidden_layers": count, "indexer_types": kinds}))
+
+    @classmethod
+    def _with_indexers(cls, shared: dict[str, Any], fields: ConfigFields) -> dict[str, Any]:
+        """Return arguments of ModelConfig, `shared`, with the indexers of `fields`. Raises ModelConfigError for wrong
+        fields.
+        """
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),
             head_dim=fields.integer("index_head_dim", 128),
@@ -45,7 +65,8 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         layers = zip(shared["attention"], sources, strict=True)
         shared["attention"] = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
         if sources[-1] is not None:  # the MTP layer would have no selection to use
-            shared |= {"num_nextn_predict_layers": 0, "num_unread_layers": shared["num_nextn_predict_layers"]}
+            unread = shared.get("num_nextn_predict_layers", 0)
+            shared |= {"num_nextn_predict_layers": 0, "num_unread_layers": unread}
         return shared
 
     @classmethod

@@ -46,7 +46,6 @@ _OUTER = ("quantization_config", "tie_word_embeddings")
 class DeepseekVLV2ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V2 or V3, or the former with Llama's attention, with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("language.model.", "model."), ("language.lm_head.", "lm_head.")),
         tower=(f"{TOWER}.", f"{PROJECTOR}.", NEWLINE, SEPARATOR),

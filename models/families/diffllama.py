@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,6 @@ class DifferentialAttention(Attention):
 
 class DiffLlamaForCausalLM(LlamaForCausalLM):
     """Llama with differential attention, whose factor starts at 0.8 - 0.6 exp(-0.3 n) in layer n."""
-
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

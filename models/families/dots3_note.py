@@ -103,7 +103,6 @@ class Dots3NoteForCausalLM(DeepseekV3ForCausalLM):
     all. The towers of images and sounds are not read.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.language_model.", "model."),),
         unused=tuple(

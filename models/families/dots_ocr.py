@@ -13,7 +13,6 @@ from jaxengine.models.vision.dots_ocr import TOWER, read_dots_ocr
 class DotsOCRForCausalLM(Qwen2ForCausalLM):
     """Qwen2 with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         tower=(f"{TOWER}.",), flattened=(".patchifier.proj.weight",)
     )

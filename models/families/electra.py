@@ -55,7 +55,6 @@ def read_embedding_size(fields: ConfigFields, name: str = "embedding_size", defa
 class ElectraModel(BertModel):
     """BERT's encoder, with a dense layer, GELU and scores of labels if it classifies."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = NAMES._replace(
         dense="model.classifier.dense",

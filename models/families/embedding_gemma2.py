@@ -79,7 +79,6 @@ class EmbeddingGemma2Model(Gemma4ForCausalLM):
     the first Dense module of its pooler (jaxengine.checkpoint.token_tasks).
     """
 
-    gguf_architecture: ClassVar[str | None] = None
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("language_model.", "model."),),
         unused=_TOWERS,

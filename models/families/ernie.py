@@ -16,7 +16,6 @@ class ErnieModel(BertModel):
     task.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = BertModel.checkpoint_names._replace(
         prefixes=(("model.ernie.", "model."),)
     )

@@ -98,7 +98,6 @@ class Ernie4_5_VLMoeForConditionalGeneration(Ernie4_5_MoeForCausalLM):
     """ERNIE 4.5 with experts for text and for images, M-RoPE and a vision tower."""
 
     biases_logits: ClassVar[bool] = False
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Names in published files, which transformers 5 writes, too, with "model." before those of the tower.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(

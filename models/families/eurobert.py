@@ -46,7 +46,6 @@ class EuroBertModel(LlamaForCausalLM):
     former two before the pooling if `classifier_pooling` is late.
     """
 
-    gguf_architecture: ClassVar[str | None] = None
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(heads=("lm_head.", "dense.", "classifier."))
 
     @classmethod

@@ -58,7 +58,6 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
 class Exaone4_5_ForConditionalGeneration(Exaone4ForCausalLM):
     """EXAONE 4.5 (LG AI Research 2026): EXAONE 4 with a vision tower, whose embeddings have the positions of tokens."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES
 
     @classmethod

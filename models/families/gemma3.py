@@ -104,7 +104,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """Gemma 3 with images in the prompt. Tokens of one image attend to each other in both directions."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
 
     @classmethod

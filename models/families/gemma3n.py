@@ -304,8 +304,6 @@ def _gguf_sparsity(fields: ConfigFields, count: int) -> tuple[float, ...]:
 class Gemma3nForConditionalGeneration(Gemma3nForCausalLM):
     """Text part of Gemma 3n, read from checkpoints that also have vision and audio towers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
-
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         return super().read_hf(text_fields(fields))

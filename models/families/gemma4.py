@@ -467,8 +467,6 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
     attend to each other in layers with windows.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
-
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)

@@ -15,8 +15,6 @@ from jaxengine.models.params.source import CheckpointNames
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
     """Gemma 4 without per-layer inputs and without experts."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(enable_moe_block=False)

@@ -4,7 +4,7 @@ elements of half of each head, and joined gate and up projections.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import nnx
 
@@ -22,8 +22,6 @@ EOS = [151329, 151336, 151338]
 
 class GlmForCausalLM(LlamaForCausalLM):
     """Llama with a bias on q, k and v only, and joined gate and up projections."""
-
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
@@ -10,8 +10,6 @@ from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek-V3, by default with one dense layer."""
-
-    gguf_architecture: ClassVar[str | None] = None  # GGUF files of it say "deepseek2"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

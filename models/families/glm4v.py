@@ -18,7 +18,6 @@ from jaxengine.models.vision.glm4v import read_glm4v
 class Glm4vForConditionalGeneration(Glm4ForCausalLM):
     """GLM-4-0414 with M-RoPE and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
         flattened=(".patch_embed.proj.weight", ".downsample.weight")
     )
@@ -35,7 +34,6 @@ class Glm4vForConditionalGeneration(Glm4ForCausalLM):
 class Glm4vMoeForConditionalGeneration(Glm4MoeForCausalLM):
     """GLM-4.5 with M-RoPE and the vision tower of GLM-4.1V: GLM-4.5V, and GLM-4.6V with experts."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = Glm4vForConditionalGeneration.checkpoint_names
 
     @classmethod

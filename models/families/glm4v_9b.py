@@ -13,7 +13,7 @@ from jaxengine.models.families.declared_hub import HUB_ROWS
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.eva2_clip import TOWER, read_eva2_clip
 
-_ChatGLM: Any = declared_class("ChatGLMTextModel", HUB_ROWS["ChatGLMModel"])
+_ChatGLM: Any = declared_class("ChatGLMTextModel", HUB_ROWS["ChatGLMModel"]._replace(gguf=None))
 
 
 class GLM4VForCausalLM(_ChatGLM):

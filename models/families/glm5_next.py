@@ -69,7 +69,6 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
     """
 
     first_input = equal_streams
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.language_model.", "model."),),
         suffixes=((_GATE, f"{_GATE}.weight"),),

@@ -15,6 +15,7 @@ _KINDS = {"F": "full", "S": "shared"}
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     """DeepSeek-V3.2 with an indexer in all or in some layers."""
 
+    gguf_architecture: ClassVar[str | None] = "glm-dsa"
     index_heads: ClassVar[int] = 32
     index_interleaved: ClassVar[bool] = True
 

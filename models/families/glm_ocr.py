@@ -18,7 +18,6 @@ from jaxengine.models.vision.glm4v import read_glm_ocr
 class GlmOcrForConditionalGeneration(Glm4ForCausalLM):
     """GLM-4-0414 without biases, with M-RoPE and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = Glm4vForConditionalGeneration.checkpoint_names
 
     @classmethod

@@ -4,6 +4,7 @@ products, of the outputs that layers add, and of logits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -62,14 +63,17 @@ def granite_gguf_fields(gguf: GGUFConfig, experts: ExpertsConfig | None = None) 
     missing, wrong or not supported.
     """
     scale = gguf.fields.number("attention.scale", None)
-    return gguf_fields(gguf, scale=scale, experts=experts) | gguf_multipliers(gguf.fields)
+    return with_gguf_multipliers(gguf.fields, gguf_fields(gguf, scale=scale, experts=experts))
 
 
-def gguf_multipliers(fields: ConfigFields) -> dict[str, Any]:
-    """Return what `granite_multipliers` returns, from `embedding_scale`, `residual_scale` and `logit_scale` (logits are
-    divided by it) of a GGUF file. Raises ModelConfigError for values that are not numbers > 0.
+def with_gguf_multipliers(fields: ConfigFields, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ModelConfig, `shape`, with what `granite_multipliers` returns, from `embedding_scale`,
+    `residual_scale` and `logit_scale` (logits are divided by it) of a GGUF file, and without rope if it says so. Raises
+    ModelConfigError for values that are not numbers > 0.
     """
-    return {
+    if not fields.boolean("rope.scaling.finetuned", True):
+        shape["attention"] = tuple(replace(each, rope=None) for each in shape["attention"])
+    return shape | {
         "embedding_multiplier": fields.number("embedding_scale", 1.0),
         "residual_multiplier": fields.number("residual_scale", 1.0),
         "logit_scale": 1 / fields.number("logit_scale", 1.0),

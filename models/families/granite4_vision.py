@@ -18,7 +18,6 @@ _PROJECTORS = (f"{LAYERWISE}.", f"{SPATIAL}.")
 class Granite4VisionForConditionalGeneration(GraniteForCausalLM):
     """Granite with a vision tower over images and their tiles. Embeddings of images are not multiplied."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
         prefixes=(*NAMES.prefixes, *((f"model.{part}", part) for part in _PROJECTORS)),
         tower=(*NAMES.tower, *_PROJECTORS),

@@ -40,7 +40,6 @@ class GraniteDoclingForConditionalGeneration(GraniteForCausalLM):
     many embeddings of a tile is not read.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("model.text_model.", "model."),

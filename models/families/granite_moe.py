@@ -23,10 +23,10 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        name = "expert_shared_feed_forward_length"
-        if gguf.fields.integer(name, 0, minimum=0):
-            raise gguf.fields.fail(name, "0 or absent: a shared MLP is not read from GGUF")
-        return granite_gguf_fields(gguf, gguf_experts(gguf.fields, norm_weights=True))
+        size = gguf.fields.integer("expert_shared_feed_forward_length", 0, minimum=0)
+        experts = gguf_experts(gguf.fields, norm_weights=True, shared_intermediate_size=size)
+        shared = granite_gguf_fields(gguf, experts)
+        return shared | {"intermediate_size": size or shared["intermediate_size"]}
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -52,8 +52,6 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     """Granite with experts and a shared MLP."""
-
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:

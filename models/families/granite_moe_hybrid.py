@@ -17,7 +17,7 @@ from jaxengine.models.config.readers.gguf_states import gguf_hybrid, gguf_state_
 from jaxengine.models.config.readers.hf import FULL, read_head_dim, read_rope
 from jaxengine.models.config.readers.state_space import read_state_space
 from jaxengine.models.config.state import StateSpace
-from jaxengine.models.families.granite import GraniteForCausalLM, gguf_multipliers, granite_multipliers
+from jaxengine.models.families.granite import GraniteForCausalLM, granite_multipliers, with_gguf_multipliers
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.mlp import GatedMLP
@@ -74,9 +74,8 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         if fields.integer("expert_count", 0, minimum=0):
             size = fields.integer("expert_shared_feed_forward_length")
             experts = gguf_experts(fields, norm_weights=True, shared_intermediate_size=size)
-        shared = gguf_hybrid(gguf, gguf_state_space(fields), scale=scale, experts=experts) | gguf_multipliers(fields)
-        if not fields.boolean("rope.scaling.finetuned", True):  # whether layers have rope
-            shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
+        shared = gguf_hybrid(gguf, gguf_state_space(fields), scale=scale, experts=experts, partial_rotary=True)
+        shared = with_gguf_multipliers(fields, shared)
         return shared if experts is None else shared | {"intermediate_size": experts.shared_intermediate_size}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

@@ -47,7 +47,10 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        return gguf_fields(gguf)
+        alpha, base = gguf.fields.number("rope.scaling.alpha", 1.0), f"{gguf.fields.prefix}rope.freq_base"
+        size = gguf.fields.integer("attention.key_length", 0) or 4
+        stretched = gguf.fields.number("rope.freq_base", 10000.0) * alpha ** (size / (size - 2))
+        return gguf_fields(gguf._replace(metadata={**gguf.metadata, base: stretched}))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.self_attn"

@@ -19,7 +19,6 @@ _OLD, _NEW = "xdrope_section", "mrope_section"
 class HunYuanVLForConditionalGeneration(HunYuanDenseV1ForCausalLM):
     """Hunyuan dense with M-RoPE of three or four sections and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Names in published files, which transformers 5 writes, too.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(  # transformers 5 in memory, and so in adapters and in lists of modules that are not quantised

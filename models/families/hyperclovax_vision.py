@@ -21,7 +21,6 @@ class HyperCLOVAXVisionV2ForConditionalGeneration(DeclaredForCausalLM):
     """
 
     row: ClassVar[Row] = DENSE_ROWS["HyperCLOVAXForCausalLM"]
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Names of transformers 5, and of the published files.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(

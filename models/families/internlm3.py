@@ -4,7 +4,7 @@ biases.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
@@ -12,8 +12,6 @@ from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 class InternLM3ForCausalLM(LlamaForCausalLM):
     """Llama in which `qkv_bias` decides about biases of q, k and v, and `bias` about those of all other projections."""
-
-    gguf_architecture: ClassVar[str | None] = None  # GGUF files of InternLM 3 say "llama"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

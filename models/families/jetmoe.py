@@ -90,7 +90,6 @@ class BiasedExperts(nnx.Module):
 class JetMoeForCausalLM(LlamaForCausalLM):
     """Llama with experts in attention and in place of the MLP, as many and as many of a token in both."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=(
             (".self_attention.experts.router.layer.weight", ".self_attn.experts.router.weight"),

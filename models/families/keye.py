@@ -19,7 +19,6 @@ from jaxengine.models.vision.paddleocr_vl import PaddleOcrVLTowerConfig, read_pa
 class KeyeForConditionalGeneration(Qwen3ForCausalLM):
     """Qwen3 with M-RoPE and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = PaddleOCRVLForConditionalGeneration.checkpoint_names
     joined_norm: ClassVar[bool] = False
 

@@ -14,7 +14,6 @@ from jaxengine.models.vision.moonvit import POSITIONS, TOWER, read_moonvit_3d
 class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
     """DeepSeek-V3's layers with a vision tower that reads images and a few frames of videos at a time."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("language_model.model.blocks.", "model.layers."),  # as transformers saves them

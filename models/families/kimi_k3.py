@@ -26,7 +26,6 @@ _DEFAULTS: dict[str, Any] = {
 class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
     """Kimi Linear with what `kimi_k3` adds to its layers, and a tower that reads images."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = KimiLinearForCausalLM.checkpoint_names._replace(
         prefixes=(
             ("language_model.model.", "model."),

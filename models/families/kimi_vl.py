@@ -14,7 +14,6 @@ from jaxengine.models.vision.moonvit import POSITIONS, PROJECTOR, TOWER, read_mo
 class KimiVLForConditionalGeneration(DeepseekV3ForCausalLM):
     """DeepSeek-V3's layers with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
         tower=(f"{TOWER}.", f"{PROJECTOR}."),

@@ -51,7 +51,6 @@ _DEFAULTS: dict[str, Any] = {
 class LaraMiniForCausalLM(LlamaForCausalLM):
     """Llama with delta nets in some layers, norms of each head of q and k in the others, and experts in all."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=((".linear_attn.out_norm.weight", ".linear_attn.norm.weight"),),
         squeezed=(".conv1d.weight",),

@@ -117,7 +117,6 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 class Lfm2BidirectionalModel(Lfm2ForCausalLM):
     """LFM2.5's embedders: LFM2 whose tokens attend to their whole prompt, with convolutions over both sides."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     make_layer_inputs = taps_of_layers
 
     @classmethod

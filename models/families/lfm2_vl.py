@@ -15,7 +15,6 @@ from jaxengine.models.vision.llava import PROJECTOR, TOWER
 class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
     """LFM2 with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = Lfm2ForCausalLM.checkpoint_names._replace(
         prefixes=(
             ("model.language_model.", "model."),

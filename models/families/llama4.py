@@ -128,7 +128,6 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
     """Llama 4 as published, with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
         tower=(f"{TOWER}.", f"{PROJECTOR}."),

@@ -30,7 +30,6 @@ _SIZES = {
 class LLaVAOneVision1_5_ForConditionalGeneration(Qwen3ForCausalLM):
     """Qwen3 with a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES
 
     @classmethod

@@ -15,7 +15,6 @@ _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 1
 class MegatronBertModel(BertModel):
     """BERT's encoder with norms before a layer's parts and after the last layer, and none after the embeddings."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     names: ClassVar[EncoderNames] = NAMES._replace(
         attention_norm="attention.ln", mlp_norm="ln", embedding_norm=None, last_norm="model.encoder.ln"
     )

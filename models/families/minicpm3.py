@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import nnx
 
@@ -16,8 +16,6 @@ from jaxengine.models.layers.attention.mla import LatentAttention
 
 class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
     """MiniCPM with latent attention."""
-
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from jaxengine.models.vision.minicpmv import MERGER, TOWER, read_minicpmv
 class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with a vision tower. Embeddings of images have the positions of their tokens."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(*((f"model.{part}.", f"{part}.") for part in (TOWER, MERGER)), ("model.language_model.", "model.")),
         tower=(f"{TOWER}.", f"{MERGER}."),

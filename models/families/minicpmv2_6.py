@@ -24,7 +24,6 @@ class MiniCPMV(LlamaForCausalLM):
     config.json.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("llm.model.", "model."),

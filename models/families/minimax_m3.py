@@ -66,7 +66,6 @@ _PATCHES = f"{TOWER}.embeddings.patch_embedding."
 class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
     """Llama with HeadBlockAttention in some layers, norms of q and k, and experts in some layers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     norm_class: ClassVar[NormClass] = OffsetRMSNorm
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(

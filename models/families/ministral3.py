@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_temperature
 from jaxengine.models.config.readers.hf import require_rope
 from jaxengine.models.families.llama import gated_fields
 from jaxengine.models.families.mistral import MistralForCausalLM
@@ -24,13 +24,10 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        fields, temperature = gguf.fields, None
+        fields = gguf.fields
         has_mscale = fields.has(name := "rope.scaling.yarn_log_multiplier")
         yarn = {"mscale": 1.0, "mscale_all_dim": fields.value(name)} if has_mscale else {}
-        if beta := fields.number("attention.temperature_scale", 0.0):
-            original = fields.integer("rope.scaling.original_context_length", None) or fields.integer("context_length")
-            temperature = TemperatureTuning(floor_scale=float(original), attn_scale=beta)
-        return gguf_fields(gguf, yarn=yarn, temperature=temperature)
+        return gguf_fields(gguf, yarn=yarn, temperature=gguf_temperature(fields))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
@@ -10,8 +10,6 @@ from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
 
 class MistralForCausalLM(LlamaForCausalLM):
     """Llama without biases and with one sliding window for all layers."""
-
-    gguf_architecture: ClassVar[str | None] = None  # GGUF files of Mistral say "llama"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -106,7 +106,6 @@ class SkippedLayer(nnx.Module):
 class MllamaForConditionalGeneration(LlamaForCausalLM):
     """Llama 3.2 Vision."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("language_model.model.", "model."),

@@ -30,7 +30,6 @@ class _LateNorm(NormedEmbedding):
 class ModernVBertModel(ModernBertModel):
     """ModernBERT with Idefics3's vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=tuple(
             (outer + old, new)

@@ -126,7 +126,6 @@ class MuseGlimmerForConditionalGeneration(Gemma2ForCausalLM):
     videos, except in checkpoints of the text alone.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.language_model.", "model."), ("language_model.", "model.")),
         tower=(f"{TOWER}.", f"{ADAPTER}.", f"{PROJECTION}."),

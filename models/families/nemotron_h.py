@@ -130,7 +130,9 @@ class NemotronHForCausalLM(Decoder):
             )
         named = {heads_name: max(heads) or fields.value("attention.head_count"), size_name: max(sizes) or 1}
         named = {f"{fields.prefix}{name}": value for name, value in named.items()}
-        shared = gguf_fields(gguf._replace(metadata={**gguf.metadata, **named}), experts=experts)
+        eps = "attention.layer_norm_rms_epsilon"
+        eps = eps if fields.has(eps) else "attention.layer_norm_epsilon"
+        shared = gguf_fields(gguf._replace(metadata={**gguf.metadata, **named}), experts=experts, eps=eps)
         layers = tuple(replace(each, rope=None) for each in shared["attention"])
         state = gguf_state_space(fields) if MAMBA in kinds else None
         return shared | {"attention": _of_kinds(layers, kinds, state), "activation": "relu2"}

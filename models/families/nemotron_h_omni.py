@@ -75,7 +75,6 @@ RADIO_NAMES = CheckpointNames(
 class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
     """Nemotron-H with a tower of images and videos and, if the file has its configuration, one of sounds."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = _TEXT._replace(
         prefixes=(
             *((f"language_model.{old}", new) for old, new in _TEXT.prefixes),

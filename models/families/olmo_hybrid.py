@@ -27,7 +27,6 @@ READ_EPS = 1e-5
 class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     """OLMo 2's layers, and Llama's with a delta net in place of attention."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=(
             (".attention_layer_norm.weight", ".input_layernorm.weight"),

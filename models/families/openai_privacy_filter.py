@@ -42,7 +42,6 @@ _ROPE = {
 class OpenAIPrivacyFilterModel(GptOssForCausalLM):
     """gpt-oss without a causal mask. Its checkpoints store gates before ups instead of alternating with them."""
 
-    gguf_architecture: ClassVar[str | None] = None
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         stacked_experts=StackedExperts(out_first=False), heads=("lm_head.", "score.")
     )

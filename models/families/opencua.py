@@ -18,7 +18,6 @@ from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl
 class OpenCUAForConditionalGeneration(Qwen2ForCausalLM):
     """Qwen2 with a vision tower for images, whatever model_type text_config has."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
         prefixes=(
             ("language_model.model.", "model."),

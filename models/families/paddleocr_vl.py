@@ -20,7 +20,6 @@ _VISUAL = "visual"
 class PaddleOCRVLForConditionalGeneration(LlamaForCausalLM):
     """Llama with one switch for all biases, M-RoPE and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Names in the published files, and in transformers 5.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(

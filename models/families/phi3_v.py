@@ -13,7 +13,6 @@ from jaxengine.models.vision.phi3_v import BETWEEN, LINE_END, TOWER, read_phi3_v
 class Phi3VForCausalLM(Phi3ForCausalLM):
     """Phi-3 with a vision tower over an image and its tiles."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=((f"model.{TOWER}.", f"{TOWER}."),),
         tower=(f"{TOWER}.",),

@@ -32,7 +32,6 @@ class Phi4MultimodalForCausalLM(Phi3ForCausalLM):
     there is one. The encoder of sounds is not read.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     # In files as first published, matrices that adapters change are called base_layer, and the adapters' stand beside
     # them; the same are in folders of their own.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(

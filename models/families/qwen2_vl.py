@@ -36,7 +36,6 @@ QWEN_NAMES = CheckpointNames(
 class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
     """Qwen2 with M-RoPE and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES
     read_tower: ClassVar[Callable[[ConfigFields, int], TowerConfig]] = staticmethod(read_qwen2_vl)
 

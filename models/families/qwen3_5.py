@@ -45,7 +45,6 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with a vision tower, as it is published."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
         squeezed=(".conv1d.weight",), next_layer=NEXT_LAYER
     )

@@ -47,7 +47,6 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
     """Qwen3.5 with experts as published: with a vision tower, and positions in three dimensions (M-RoPE)."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names
 
     @classmethod

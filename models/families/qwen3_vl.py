@@ -22,7 +22,6 @@ from jaxengine.models.vision.qwen3_vl import read_qwen3_vl
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
     """Qwen3 with M-RoPE and a vision tower."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # Nemotron ColEmbed VL has the last norm and does not use it.
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(heads=("model.norm.",))
 
@@ -41,7 +40,6 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
     out] each in published checkpoints, [out, in] in those that transformers 5 writes.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(stacked_experts=StackedExperts(out_first=None))
 
     @classmethod

@@ -96,7 +96,6 @@ class Qwen4ExpLayer(nnx.Module):
 class Qwen4ExpForCausalLM(Qwen3_5ForCausalLM):
     """Decoder of Qwen4ExpLayers, which pass on A hidden states of each token, [T, A * D]."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     first_input = equal_streams
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
         unused_ends=_UNREAD,

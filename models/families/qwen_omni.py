@@ -86,7 +86,6 @@ class Qwen2_5OmniThinkerForConditionalGeneration(Qwen2ForCausalLM):
     talker.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES
 
     @classmethod
@@ -102,7 +101,6 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(Qwen3MoeForCausalLM):
     talker.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES._replace(
         flattened=(".patch_embed.proj.weight", *(f".conv2d{number}.weight" for number in (1, 2, 3)))
     )

@@ -18,7 +18,6 @@ _SIZES = {"hidden_size": 1152, "num_hidden_layers": 32, "num_attention_heads": 1
 class RemBertModel(BertModel):
     """BERT's encoder after projected embeddings, with a dense layer, tanh and scores of labels if it classifies."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     # The head of its masked language model is not tied to the embeddings.
     names: ClassVar[EncoderNames] = NAMES._replace(masked=None)
     checkpoint_names: ClassVar[CheckpointNames] = BertModel.checkpoint_names._replace(

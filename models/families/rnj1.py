@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, read_each_layer
@@ -13,8 +13,6 @@ from jaxengine.models.families.llama4 import CHUNKED
 
 class Rnj1ForCausalLM(Gemma3ForCausalLM):
     """Gemma 3 whose CHUNKED layers attend in chunks of half of `sliding_window`, and to the chunk before a token's."""
-
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from jaxengine.models.params.source import CheckpointNames
 class RobertaModel(BertModel):
     """BERT's layers, where a prompt's first position is the padding token's id plus one."""
 
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of BERT
     masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = NAMES._replace(
         dense="model.classifier.dense",

@@ -48,7 +48,6 @@ class RoFormerModel(ElectraModel):
     classifies, it has a dense layer, the activation of its MLPs and scores of labels.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     masked_gelu: ClassVar[bool] = False
     names: ClassVar[EncoderNames] = NAMES._replace(dense="model.classifier.dense", labels="model.classifier.out_proj")
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(

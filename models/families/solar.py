@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,6 @@ class SolarLayer(LlamaLayer):
 
 class SolarForCausalLM(LlamaForCausalLM):
     """Llama in which each of two kept hidden states is mixed into the input of some layers."""
-
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are not read
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

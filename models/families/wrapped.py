@@ -37,7 +37,6 @@ class Wrapper:
     family: ClassVar[Any]
     multiplies: ClassVar[bool] = True
     has_own_head: ClassVar[bool] = True
-    gguf_architecture: ClassVar[str | None] = None  # GGUF files are those of the text part
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -78,7 +77,6 @@ def over_text(wrapper: Any, family: Any) -> Any:
     if _same_layers(wrapper.family, family):
         return type(wrapper.__name__, (wrapper,), members)
     members["checkpoint_names"] = _joined(wrapper.checkpoint_names, family.checkpoint_names)
-    members["gguf_architecture"] = None
     return type(f"{wrapper.__name__}[{family.__name__}]", (family,), members)
 
 

@@ -38,12 +38,22 @@ from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 
 
-class Decoder(nnx.Module):
+class _OwnFiles(nnx.Module):
+    """Base of families, which do not read the GGUF files of those that they inherit from."""
+
+    gguf_architecture: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        if "gguf_architecture" not in vars(cls):
+            cls.gguf_architecture = None
+
+
+class Decoder(_OwnFiles):
     """Decoder of a family: reads the family's configuration, creates its layers and runs them. Implements
     jaxengine.models.causal_lm.CausalLM.
     """
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
     norm_class: ClassVar[NormClass] = RMSNorm
 

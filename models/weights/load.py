@@ -21,7 +21,6 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxengine.models.build import build_abstract
 from jaxengine.models.causal_lm import CausalLM
-from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
@@ -469,26 +468,17 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, (shape, *_) in shapes.items()}
 
 
-def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
-    """Return the factors, rounded to float32, that GGUF files have for a rope; None if it is not scaled. A proportional
-    rope has 1 for pairs that are rotated and 1e30 for the others.
-    """
-    if rope.scaling is None:
-        return None
-    factors: Any = rope.scaling.factors
-    if rope.scaling.rope_type == "proportional":
-        factors = np.where(rope.frequencies() > 0, 1.0, _NOT_ROTATED)
-    return tuple(np.asarray(factors, np.float32).tolist())
-
-
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
-    """Raise ModelFileError unless the scaling of each of the model's ropes equals one of the tensors `names` of
-    `source`, in which GGUF files store it. If the model has a proportional rope, only that is compared.
+    """Raise ModelFileError unless the model has a scaled rope and the scaling of each equals one of the tensors `names`
+    of `source`, in which GGUF files store it, but for ones that follow. If there is a proportional rope, only that is
+    compared: 1 for pairs that are rotated and 1e30 for the others.
     """
-    stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
-    ropes = {attention.rope for attention in model.config.attention if attention.rope is not None}
-    # Pairs that are not rotated have a huge factor; layers with plain rope do not read the tensor then.
-    if partial := [rope for rope in ropes if rope.scaling is not None and rope.scaling.rope_type == "proportional"]:
-        ropes = set(partial)
-    if not all(_rope_factors_of(rope) in stored for rope in ropes):
+    stored = [source.read(name).ravel().astype(np.float32).tolist() for name in names]
+    ropes = {each.rope for each in model.config.attention if each.rope is not None}
+    kinds = [(rope, rope.scaling) for rope in ropes if rope.scaling is not None]
+    partial = [rope for rope, scaling in kinds if scaling.rope_type == "proportional"]
+    factors = [np.where(rope.frequencies() > 0, 1.0, _NOT_ROTATED) for rope in partial]
+    lists = [np.asarray(own, np.float32).tolist() for own in factors or [scaling.factors for _, scaling in kinds]]
+    fits = (any(each == own + [1.0] * (len(each) - len(own)) for each in stored) for own in lists)
+    if not lists or not all(fits):
         raise ModelFileError(source.path, "the tensor scales rope, but the model's rope_scaling differs", names[0])

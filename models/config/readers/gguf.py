@@ -5,14 +5,14 @@ Contains the key names of the GGUF specification (ggml/docs/gguf.md). Tensors ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.models.config.attention import LayerAttention, LayerState
+from jaxengine.models.config.attention import LayerAttention, LayerState, TemperatureTuning
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
@@ -26,10 +26,13 @@ EMBEDDING_GEMMA = "gemma-embedding"
 # Architectures whose files are read as those of others. Of models that see, they have the text part, whose tokens have
 # equal positions in all sections of rope.
 READ_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
-READ_AS |= {EMBEDDING_GEMMA: "gemma3", "nemotron_h_moe": "nemotron_h"}
+READ_AS |= {"hunyuan_vl": "hunyuan-dense", "paddleocr": "qwen2"}
+READ_AS |= {EMBEDDING_GEMMA: "gemma3", "nemotron_h_moe": "nemotron_h", "mistral4": "deepseek2"}
 # Values of `expert_gating_func`.
 SOFTMAX, SIGMOID = 1, 2
-EXPERT_SIZE = "expert_feed_forward_length"
+EXPERT_SIZE, _HEADS, _HEADS_KV = "expert_feed_forward_length", "attention.head_count", "attention.head_count_kv"
+# Fields that may be a list of a number for each layer.
+_OF_LAYERS = (_HEADS, _HEADS_KV, "feed_forward_length", EXPERT_SIZE, "expert_used_count")
 # llama.cpp's name of what is added to the scores of experts.
 _CORRECTION = "exp_probs_b"
 # llama.cpp's names of a layer's matrices whose biases are those of attention's inputs, and of its MLP.
@@ -50,15 +53,15 @@ def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     ModelConfigError if the architecture is missing, and if the number of experts or the gating function is not an
     integer in its limits.
     """
-    architecture = gguf_architecture(metadata)
-    fields = ConfigFields(metadata, f"{architecture}.")
+    own = gguf_architecture(metadata)
+    fields, architecture = ConfigFields(metadata, f"{own}."), READ_AS.get(own, own)
     if architecture == "deepseek2":
         unsaid = SIGMOID if _CORRECTION in biased else SOFTMAX
         return DEEPSEEK_V3 if fields.integer("expert_gating_func", unsaid) == SIGMOID else architecture
     if architecture == "olmo2" and fields.integer("attention.sliding_window", 0, minimum=0):
         return OLMO3
     has_experts = fields.integer("expert_count", 0, minimum=0) > 0
-    return MIXTRAL if architecture == "llama" and has_experts else READ_AS.get(architecture, architecture)
+    return MIXTRAL if architecture == "llama" and has_experts else architecture
 
 
 class RopeFactors(NamedTuple):
@@ -94,6 +97,17 @@ class GGUFConfig(NamedTuple):
         return ConfigFields(self.metadata, f"{gguf_architecture(self.metadata)}.")
 
 
+def with_numbers(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return metadata in which a list of a number for each layer, as files of any architecture may have it, is the
+    number if all are equal.
+    """
+    prefix = gguf_architecture(metadata)
+    own, count = (f"{prefix}.{name}" for name in _OF_LAYERS), metadata.get(f"{prefix}.block_count")
+    lists = {name: as_array(metadata[name]) for name in own if name in metadata}
+    lists = {name: value for name, value in lists.items() if value.shape == (count,) and count}
+    return {**metadata, **{name: value[0].item() for name, value in lists.items() if (value == value[0]).all()}}
+
+
 def gguf_fields(
     gguf: GGUFConfig,
     *,
@@ -126,7 +140,7 @@ def gguf_fields(
     num_unread = fields.integer("nextn_predict_layers", 0, minimum=0)
     if (num_layers := fields.integer("block_count") - num_unread) < 1:
         raise fields.fail("nextn_predict_layers", "less than block_count")
-    num_heads = fields.integer("attention.head_count")
+    num_heads = fields.integer(_HEADS)
     head_dim = _head_dim(fields, hidden_size, num_heads)
     max_positions = fields.integer("context_length")
     bos = general.token_ids("tokenizer.ggml.bos_token_id")
@@ -136,7 +150,7 @@ def gguf_fields(
     theta = fields.number("rope.freq_base", 10000.0)
     layer = LayerAttention(
         num_heads=num_heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        num_kv_heads=fields.integer(_HEADS_KV, num_heads),
         head_dim=head_dim,
         rope=Rope(rotary_dim, theta, scaling, interleaved),
         window=_sliding_window(fields, max_positions),
@@ -145,13 +159,15 @@ def gguf_fields(
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        # Of experts in all layers files may not say it.
+        "intermediate_size": fields.integer(
+            "feed_forward_length", *([] if experts is None else [experts.intermediate_size])
+        ),
         "rms_norm_eps": fields.number(eps),
         "max_position_embeddings": max_positions,
         "attention": (layer,) * num_layers,
         "tie_word_embeddings": gguf.tie_word_embeddings,
         "experts": experts,
-        "num_unread_layers": num_unread,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": _ends(metadata, vocab_size),
     }
@@ -199,21 +215,44 @@ def as_array(value: Any) -> np.ndarray:
         return np.asarray(None)
 
 
+def gguf_temperature(fields: ConfigFields) -> TemperatureTuning | None:
+    """Return the factor of queries by their positions, which grows with each original context; None for none. Raises
+    ModelConfigError for wrong fields.
+    """
+    if not (beta := fields.number("attention.temperature_scale", 0.0)):
+        return None
+    named = ("attention.temperature_length", "rope.scaling.original_context_length")
+    length = next((value for name in named if (value := fields.integer(name, None))), None)
+    return TemperatureTuning(float(length or fields.integer("context_length")), beta)
+
+
 def gguf_sliding(fields: ConfigFields, full_every: int, *, full_first: bool = False) -> tuple[bool, ...]:
     """Return whether each layer that is read has the sliding window, as `attention.sliding_window_pattern` lists; the
     list may have the layers that predict further tokens, too. If it is a number n, all but every n-th layer have it, or
     all for 0; without the field, n is `full_every`. Every n-th layer is the last of n or, with `full_first`, the first.
     Raises ModelConfigError unless the list has a boolean for each layer, and for other values.
     """
-    count, name = fields.integer("block_count"), "attention.sliding_window_pattern"
-    num_layers = max(count - fields.integer("nextn_predict_layers", 0, minimum=0), 0)
-    listed = as_array(fields.value(name, full_every))
-    if listed.dtype == np.bool_ and listed.shape in ((num_layers,), (count,)):
-        return tuple(listed.tolist())[:num_layers]
-    if listed.dtype.kind not in "iu" or listed.shape != () or listed < 0:
-        raise fields.fail(name, f"true or false for each of {num_layers} layers, or an integer >= 0")
-    every = int(listed)
-    return tuple(every == 0 or (layer + (not full_first)) % every > 0 for layer in range(num_layers))
+    name, count = "attention.sliding_window_pattern", fields.integer("block_count")
+    every = fields.value(name, full_every)
+    if isinstance(every, bool) or not isinstance(every, int):
+        return gguf_flags(fields, name, ())
+    if every < 0:
+        raise fields.fail(name, f"true or false for each of {count} layers, or an integer >= 0")
+    every = int(every)
+    usual = [every == 0 or (layer + (not full_first)) % every > 0 for layer in range(count)]
+    return tuple(usual[: count - fields.integer("nextn_predict_layers", 0, minimum=0)])
+
+
+def gguf_flags(fields: ConfigFields, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
+    """Return whether what the field `name` lists is so for each layer that is read; without it, `default`. The list may
+    have layers that predict further tokens, too. Raises ModelConfigError for anything else.
+    """
+    count = fields.integer("block_count")
+    read = max(count - fields.integer("nextn_predict_layers", 0, minimum=0), 0)
+    listed = as_array(fields.value(name, default))
+    if listed.dtype.kind not in "biu" or listed.shape not in ((read,), (count,)) or not set(listed.tolist()) <= {0, 1}:
+        raise fields.fail(name, f"true or false for each of {read} layers")
+    return tuple(map(bool, listed.tolist()))[:read]
 
 
 def gguf_of_layers(fields: ConfigFields, name: str, minimum: int = 1) -> tuple[int, ...]:
@@ -237,6 +276,23 @@ def gguf_layers(
         theta = fields.number("rope.freq_base_swa", windowed.rope.theta)
         windowed = replace(windowed, rope=replace(windowed.rope, theta=theta))
     return tuple(windowed if slides else full for slides in gguf_sliding(fields, full_every, full_first=full_first))
+
+
+def gguf_by_layer(
+    gguf: GGUFConfig, full_every: int, windowed: Callable[[LayerAttention], LayerAttention], **options: Any
+) -> dict[str, Any]:
+    """Return `gguf_fields` with each layer's numbers of heads and, as `gguf_layers` says, its window. windowed: what a
+    family changes in layers with one. options: those of gguf_fields. Raises ModelConfigError for wrong fields.
+    """
+    fields = gguf.fields
+    counts = {name: gguf_of_layers(fields, name) for name in (_HEADS, _HEADS_KV)}
+    first = {f"{fields.prefix}{name}": each[0] for name, each in counts.items()}
+    shared = gguf_fields(gguf._replace(metadata={**gguf.metadata, **first}), **options)
+    full = replace(shared["attention"][0], window=None)
+    own = windowed(replace(full, window=fields.integer("attention.sliding_window")))
+    layers = zip(gguf_layers(fields, own, full, full_every), *counts.values(), strict=False)
+    attention = (replace(each, num_heads=heads, num_kv_heads=kv_heads) for each, heads, kv_heads in layers)
+    return shared | {"attention": tuple(attention)}
 
 
 def gguf_experts(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.models.config.attention import Latent
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_temperature
 
 
 def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
@@ -22,8 +22,6 @@ def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count")
-    if fields.has(name := "attention.temperature_scale"):
-        raise fields.fail(name, "absent: queries are not scaled by their positions (Mistral Large 3)")
     sizes = [
         fields.integer(f"attention.{kind}_length_mla", None) or fields.integer(f"attention.{kind}_length")
         for kind in ("key", "value")
@@ -40,6 +38,7 @@ def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     rotated = {f"{prefix}attention.{kind}_length": rope_dim for kind in ("key", "value")}
     alike = gguf._replace(metadata={**gguf.metadata, **rotated, f"{prefix}attention.head_count_kv": 1})
     # Rope's tables need no factor: `mscale` equals `mscale_all_dim` in all published checkpoints.
+    options["temperature"] = gguf_temperature(fields)
     shared = gguf_fields(alike, interleaved=True, yarn={"attention_factor": 1.0}, **options)
     mscale = 1.0
     if fields.text("rope.scaling.type", "none") == "yarn":

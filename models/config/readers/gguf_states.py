@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxengine.models.config.attention import LayerState
 from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, as_array, gguf_experts, gguf_fields, gguf_of_layers
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts, gguf_fields, gguf_flags, gguf_of_layers
 from jaxengine.models.config.state import GatedDelta, SelectiveScan, StateSpace
 
 _HEADS_KV, _RECURRENT, _INTERVAL = "attention.head_count_kv", "attention.recurrent_layers", "full_attention_interval"
@@ -137,7 +135,5 @@ def gguf_delta_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     """
     fields = gguf.fields
     count, every = fields.integer("block_count"), fields.integer(_INTERVAL, 4)
-    listed = as_array(fields.value(_RECURRENT, [(layer + 1) % every > 0 for layer in range(count)]))
-    if listed.dtype != np.bool_ or listed.shape != (count,):
-        raise fields.fail(_RECURRENT, f"true or false for each of {count} layers")
-    return with_states(gguf_fields(gguf, partial_rotary=True, **options), gguf_delta(fields), listed.tolist())
+    listed = gguf_flags(fields, _RECURRENT, [(layer + 1) % every > 0 for layer in range(count)])
+    return with_states(gguf_fields(gguf, partial_rotary=True, **options), gguf_delta(fields), listed)

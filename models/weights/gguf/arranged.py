@@ -185,7 +185,7 @@ def _joined_mlp(number: Callable[[str], int]) -> Mapping[str, Arrangement]:
 
 _NONE: Mapping[str, Arrangement] = MappingProxyType({})
 _ARCHITECTURES: Mapping[str, Callable[[Callable[[str], int]], Mapping[str, Arrangement]]] = {
-    "granitehybrid": _joined_mlp,
+    **dict.fromkeys(("granitehybrid", "granitemoe"), _joined_mlp),
     "qwen3next": _joined_delta,
     **dict.fromkeys(("qwen35", "qwen35moe"), _separate_delta),
 }

@@ -36,6 +36,7 @@ MAX_EXPERTS = 4096
 
 # Ends of the names of factors of a whole matrix, in addition to the scales of its blocks (NVFP4).
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
+_NUMBER = re.compile(r"blk\.([0-9]{1,6})\.")
 # A bias of a layer; and weights, of a layer or outside.
 _BIAS = re.compile(r"blk\.[0-9]+\.([a-z0-9_]+)\.bias")
 _WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+)\.weight")
@@ -81,6 +82,7 @@ class GGUFFile:
                 tensors += more
             if others:
                 check_tensors(self.path, self.metadata, len(tensors))
+            tensors = _of_read_layers(self.architecture, self.metadata, tensors)
             self._layout = LAYOUTS[self.architecture]
             # Only where rows of heads are permuted; elsewhere layers may differ in their number.
             self._heads = {module: self._head_count(key) for module, key in self._layout.heads.items()}
@@ -325,6 +327,17 @@ class GGUFFile:
         if type(number) is not int or number < 1:
             raise ModelFileError(self.path, f"must be a positive number, got {repr(number)[:100]}", key)
         return number
+
+
+def _of_read_layers(
+    architecture: str, metadata: Mapping[str, Any], tensors: tuple[TensorInfo, ...]
+) -> tuple[TensorInfo, ...]:
+    """Return the tensors without those of the last layers, which predict further tokens and are not read."""
+    count, further = (metadata.get(f"{architecture}.{name}") for name in ("block_count", "nextn_predict_layers"))
+    if type(count) is not int or type(further) is not int:
+        return tensors
+    layers = ((info, _NUMBER.match(info.name)) for info in tensors)
+    return tuple(info for info, layer in layers if layer is None or int(layer[1]) < count - further)
 
 
 def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """GGML blocks whose codes are points of a grid: IQ1, IQ2 and IQ3.
 
 A few bits name a point, which is four or eight values at once; signs, if the points have none, are stored separately.
-The points were chosen by llama.cpp's author (ggml-common.h) and cannot be computed: grids.npz has them, as
+The points were chosen by llama.cpp's author (ggml-common.h) and cannot be computed: grids.bin has them, as
 tests/fixtures/recorders/blocks.py takes them from the `gguf` package. Below, B is the number of blocks of one call.
 """
 
@@ -15,8 +15,10 @@ import numpy as np
 from jaxengine.models.weights.gguf.parts import Parts, fields, half, words
 
 VALUES = 256  # of a block
-GRIDS = Path(__file__).with_name("grids.npz")
-# Values of a point's digits. grids.npz has a bit for each number with these digits, the lowest first, set if it is a
+GRIDS = Path(__file__).with_name("grids.bin")
+# In the order of grids.bin, which has as many bytes for each.
+NAMES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S")
+# Values of a point's digits. The file has a bit for each number with these digits, the lowest first, set if it is a
 # point of the grid; points are in the order of their numbers.
 DIGITS = {
     "IQ2": np.array([8, 25, 43], np.int8),
@@ -30,8 +32,8 @@ DIGITS = {
 def _grid(name: str) -> np.ndarray:
     """Return the points of the grid of type `name`: i8[points, 4 or 8]. Results are cached."""
     digits = DIGITS[name if name in DIGITS else name[:3]]
-    with np.load(GRIDS) as grids:
-        numbers = np.flatnonzero(np.unpackbits(grids[name]))
+    bits = np.fromfile(GRIDS, np.uint8).reshape(len(NAMES), -1)[NAMES.index(name)]
+    numbers = np.flatnonzero(np.unpackbits(bits))
     return digits[numbers[:, None] // len(digits) ** np.arange(4 if name.startswith("IQ3") else 8) % len(digits)]
 
 

@@ -52,7 +52,7 @@ def renamed(**members: Any) -> type:
         ),
         (
             "OwnForCausalLM",
-            renamed(),
+            renamed(gguf_architecture="llama"),
             "gguf_architecture is 'llama'; allowed: None, or a name that is free; LlamaForCausalLM reads these files$",
         ),
     ],
@@ -66,11 +66,11 @@ def test_what_cannot_be_registered_is_refused_and_changes_nothing(architecture, 
 
 def test_ones_own_class_may_be_made_again_but_not_another_modules():
     register_model("OwnForCausalLM", OwnForCausalLM)
-    again = renamed(gguf_architecture=None, __module__=OwnForCausalLM.__module__)
+    again = renamed(__module__=OwnForCausalLM.__module__)
     register_model("OwnForCausalLM", again)
     assert MODELS["OwnForCausalLM"] is again
     with pytest.raises(ConfigError, match=f"{__name__.replace('.', '[.]')} has this one"):
-        register_model("OwnForCausalLM", renamed(gguf_architecture=None, __module__="elsewhere"))
+        register_model("OwnForCausalLM", renamed(__module__="elsewhere"))
 
 
 def test_a_registered_class_serves_its_checkpoints_and_leaves_no_program_behind(make_llm, tiny_options, tmp_path):

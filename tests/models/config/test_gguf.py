@@ -134,7 +134,7 @@ def test_sliding_window_shorter_than_the_context_counts():
         ({"block_count": None}, "llama.block_count is missing"),
         ({"embedding_length": "64"}, "llama.embedding_length must be an integer"),
         ({"block_count": 2**20}, "llama.block_count.*<= 1024"),
-        ({"attention.head_count": np.array([4, 4])}, "llama.attention.head_count must be an integer"),
+        ({"attention.head_count": np.array([4, 2])}, "llama.attention.head_count must be an integer"),
         ({"attention.head_count": 6, "attention.head_count_kv": 6}, "embedding_length must be a multiple"),
         ({"attention.head_count_kv": 3}, "num_heads must be a multiple of num_kv_heads"),
         ({"attention.value_length": 32}, "llama.attention.value_length must be the head dimension 16"),

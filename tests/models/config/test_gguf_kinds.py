@@ -11,7 +11,6 @@ from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.gguf import READ_AS
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.registry import read_gguf
-from jaxengine.models.weights.gguf.layout import LAYOUTS
 
 SHARED = {
     "block_count": 8,
@@ -95,7 +94,7 @@ def test_text_parts_of_models_that_see():
     plain = {"attention__sliding_window": None}
     sections = {**plain, "rope__dimension_sections": np.array([6, 5, 5, 0])}
     for architecture, text in READ_AS.items():
-        if architecture in ("gemma-embedding", "nemotron_h_moe"):  # of which other fields decide
+        if architecture in ("gemma-embedding", "nemotron_h_moe", "mistral4"):  # of which other fields decide
             continue
         own = EXPERTS if "moe" in text else {}
         assert read(architecture, **sections, **own) == read(text, **plain, **own)
@@ -138,6 +137,56 @@ def test_cohere2_with_experts():
     assert layers == ([(None, None)] + [(None, local)] * 3) * 2
 
 
+LATENT = {"rope.dimension_count": 8, "attention.kv_lora_rank": 16, "attention.sliding_window": None}
+INDEXER = {f"attention.indexer.{name}": 8 for name in ("head_count", "key_length", "top_k")}
+INDEXER["attention.q_lora_rank"] = 16
+
+
+def test_what_files_leave_out():
+    assert read("glm4moe", **EXPERTS, feed_forward_length=None)[1].intermediate_size == 32  # of Solar Open
+    assert read("qwen", attention__sliding_window=None)[1].intermediate_size == 48  # half of what files say
+    layers, _ = read("hunyuan_vl", attention__sliding_window=None, rope__scaling__alpha=100.0)
+    assert layers[0][1].theta == pytest.approx(1e6 * 100 ** (32 / 30))
+    layers, config = read("mellum", **EXPERTS, **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0})
+    assert layers[0] == (100, FULL) and layers[3][0] is None and layers[3][1].scaling.rope_type == "yarn"
+    assert config.experts.norm_weights
+    layers, config = read("afmoe", **EXPERTS)
+    assert layers == ([(100, FULL)] * 3 + [(None, None)]) * 2 and config.embedding_multiplier == 8.0
+
+
+def test_windowed_layers_with_sizes_of_their_own():
+    own = {**EXPERTS, "attention__value_length": 24, "attention__head_count_kv": [2, 4] * 4}
+    own |= {"attention__sliding_window_pattern": np.array([0, 1] * 4), "rope__freq_base_swa": 500.0}
+    layers, config = read("mimo2", **own)
+    assert layers[:2] == [(None, FULL), (100, Rope(32, 500.0))] and config.attention[0].value_size == 24
+    assert [layer.num_kv_heads for layer in config.attention[:2]] == [2, 4] and config.experts.dense_layers == ()
+    own = {**EXPERTS, "attention__head_count": [4, 2] * 4, "expert_shared_feed_forward_length": 16}
+    layers, config = read("step35", **own, attention__sliding_window_pattern=np.array([False, True] * 4))
+    assert layers[:2] == [(None, Rope(16, 1e6)), (100, FULL)] and config.experts.shared_intermediate_size == 16
+    assert [layer.num_heads for layer in config.attention[:2]] == [4, 2]
+
+
+def test_selections_of_keys():
+    """GLM-5.2's files list which layers have an indexer, or have a million positions."""
+    for changes, own in (
+        ({}, range(8)),
+        ({"context_length": 1 << 20}, (0, 1, 2, 6)),
+        ({"attention.indexer.types": np.array([1, 0, 0, 1] * 2)}, (0, 3, 4, 7)),
+    ):
+        layers = read("glm-dsa", **LATENT, **EXPERTS, **INDEXER, **changes)[1].attention
+        assert [number for number, layer in enumerate(layers) if layer.index.source is None] == [*own]
+
+
+def test_queries_scaled_by_their_positions():
+    """As Mistral Large 3 has them."""
+    for architecture in ("deepseek2", "mistral4"):
+        changes = {**LATENT, **EXPERTS, "attention.temperature_scale": 0.1}
+        layer = read(architecture, **changes)[1].attention[0]
+        assert layer.temperature.floor_scale == 512 and layer.temperature.attn_scale == 0.1
+        layer = read(architecture, **changes, **{"attention.temperature_length": 64})[1].attention[0]
+        assert layer.temperature.floor_scale == 64 and read(architecture, **LATENT)[1].attention[0].temperature is None
+
+
 def test_windows_of_encoders():
     layers, config = read("modern-bert")
     assert layers == ([(None, FULL)] + [(51, LOCAL)] * 2) * 2 + [(None, FULL), (51, LOCAL)] and not config.is_causal
@@ -150,11 +199,19 @@ def test_windows_of_encoders():
 def test_a_layer_that_predicts_further_tokens_is_left_unread():
     for architecture, changes in (("glm4", {}), ("glm4moe", EXPERTS), ("bailingmoe2", EXPERTS)):
         layers, config = read(architecture, attention__sliding_window=None, nextn_predict_layers=1, **changes)
-        assert len(layers) == 7 and config.unread == ("model.layers.7.", "mtp.")
-    named = LAYOUTS["glm4"].canonical_name("blk.7.nextn.eh_proj.weight")
-    assert named == "model.layers.7.nextn.eh_proj.weight"
-    named = LAYOUTS["bailingmoe2"].canonical_name("blk.7.layer_output_norm.weight")
-    assert named.startswith(read("bailingmoe2", nextn_predict_layers=1, **EXPERTS)[1].unread)
+        assert len(layers) == 7 and len(config.attention) == 7
+
+
+def test_a_list_of_equal_numbers_is_the_number():
+    """llama.cpp reads numbers of heads and sizes of MLPs either way; its converter lists those of Granite 4's models
+    without states.
+    """
+    lists = {"attention__head_count": [4] * 8, "attention__head_count_kv": [2] * 8, "feed_forward_length": [96] * 8}
+    lists = {name: np.asarray(values, np.int32) for name, values in lists.items()}
+    assert read("granite", **lists)[1] == read("granite")[1]
+    assert read("granite", rope__scaling__finetuned=False)[1].attention[0].rope is None
+    with pytest.raises(ModelConfigError, match="granite.attention.head_count_kv must be an integer"):
+        read("granite", attention__head_count_kv=np.asarray([2, 1] * 4))
 
 
 STATES = {"time_step_rank": 4, "group_count": 2, "state_size": 8, "inner_size": 32, "conv_kernel": 4}
@@ -177,6 +234,9 @@ def test_layers_with_states():
     kinds = [(layer.state is not None, layer.feed_forward_only, layer.rope) for layer in config.attention]
     mamba, attention, mlp = (True, False, None), (False, False, None), (False, True, None)
     assert kinds == [mamba, attention, mlp, mamba, mamba, attention, mlp]
+    own = {**states, "attention__head_count_kv": [0, 2] * 4, "rope__dimension_count": 16}  # as Bamba has it
+    assert read("granitehybrid", **own)[1].attention[1].rope == Rope(16, 1e6)
+    assert read("nemotron_h", **states, **listed, attention__layer_norm_rms_epsilon=None)[1].rms_norm_eps == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -186,11 +246,34 @@ def test_layers_with_states():
         ("cohere2", {"attention.sliding_window": None}, "cohere2.attention.sliding_window is missing"),
         ("cohere2", {"logit_scale": None}, "cohere2.logit_scale is missing"),
         ("olmo2", {"attention.sliding_window": -1}, "olmo2.attention.sliding_window must be an integer >= 0"),
+        ("deepseek2", {**LATENT, "attention.temperature_scale": "0.1"}, "attention.temperature_scale must be a finite"),
+        ("deepseek32", LATENT | EXPERTS, "deepseek32.attention.indexer.head_count is missing"),
+        ("glm-dsa", LATENT | EXPERTS | {**INDEXER, "attention.indexer.types": [1, 0]}, "false for each of 8 layers"),
+        ("glm-dsa", LATENT | EXPERTS | {**INDEXER, "attention.indexer.types": [0] * 8}, "must be a list|full for the"),
+        ("afmoe", {**EXPERTS, "expert_gating_func": 1}, r"expert_gating_func must be 2 \(sigmoid\) or absent, got 1"),
+        ("bailingmoe", {**EXPERTS, "expert_used_count": None}, "bailingmoe.expert_used_count is missing"),
+        ("chatglm", {"attention.layer_norm_rms_epsilon": None}, "attention.layer_norm_rms_epsilon is missing"),
         (
-            "deepseek2",
-            {"rope.dimension_count": 8, "attention.temperature_scale": 0.1},
-            "deepseek2.attention.temperature_scale must be absent: queries are not scaled by their positions",
+            "deepseek",
+            {**EXPERTS, "expert_gating_func": 2},
+            r"expert_gating_func must be 1 \(softmax\) or absent, got 2",
         ),
+        ("hunyuan_vl", {"rope.scaling.alpha": "x"}, "hunyuan_vl.rope.scaling.alpha must be a finite number"),
+        ("hy_v3", {}, "hy_v3.expert_count must be at least 1, got None"),
+        ("mellum", {**EXPERTS, "attention.sliding_window_pattern": [2]}, "must be true or false for each of 8 layers"),
+        ("mimo2", {**EXPERTS, "attention.value_length": "24"}, "mimo2.attention.value_length must be an integer"),
+        (
+            "mimo2",
+            {**EXPERTS, "attention.head_count_kv": [2, 4]},
+            "head_count_kv must be an integer >= 1, or a list of 8",
+        ),
+        (
+            "step35",
+            {**EXPERTS, "expert_shared_feed_forward_length": 16, "swiglu_clamp_exp": [-1.0] * 8},
+            "step35.swiglu_clamp_exp must be a list of 8 numbers >= 0",
+        ),
+        ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),
+        ("qwen", {"feed_forward_length": "96"}, "qwen.feed_forward_length must be an integer >= 1"),
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
         ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),

@@ -29,11 +29,11 @@ from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.fixtures.encoder_models import make_encoder
 from tests.models.families.test_golden import assert_close, padded
-from tests.models.weights.gguf import further_conversion, gguf_conversion
+from tests.models.weights.gguf import further_conversion, gguf_conversion, named_conversion
 from tests.models.weights.gguf.gguf_states_conversion import STATES, converted_states
 from tests.models.weights.gguf.gguf_writer import U32, gguf_bytes
 
-ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES
+ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES | named_conversion.ARCHITECTURES
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
@@ -124,7 +124,7 @@ RESIZED = {
 }
 # Models with states, most of whose logits are compared as well.
 STATE_CASES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_next": {"mlp_only_layers": [], "num_nextn_predict_layers": 0},
     "qwen3_5": {},
     "qwen3_5_moe": {},
     "lfm2": {},
@@ -141,14 +141,38 @@ STATE_CASES |= {
     "mamba": {},
     "mamba2": {},
 }
-# Layers of a checkpoint that are left, where the format has no others.
-LAYERS = {"nemotron_h": (0, 2, 3, 4, 5)}
+# Those that named_conversion converts.
+CASES |= {
+    "afmoe": {},
+    "chatglm": {},
+    "deepseek_moe": {},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {},
+    "granite_moe_shared": {},
+    "hy_v3": {},
+    "mellum": {},
+    "mimo_v2_5": {"sliding_window_size": None},
+    "orion": {},
+    "qwen": {"seq_length": 256},
+    "step3p5": {
+        "rope_scaling": None,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2],
+        "moe_layers_enum": "1,2",
+        "rope_theta": [5000.0, *[50.0] * 2],
+        "partial_rotary_factors": [0.5, *[1.0] * 2],
+        "swiglu_limits": [0.0, 0.5, 0.0],
+        "swiglu_limits_shared": [0.6, 0.0, 0.7],
+        "num_nextn_predict_layers": 0,
+    },
+}
+# Layers of a checkpoint that are left, in their order, where the format has no others.
+LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2)}
 CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 REARRANGED = ("gpt2", "gpt_neox")
-JOINED = ("internlm2", "falcon", "falcon_groups")
+JOINED = ("internlm2", "falcon", "falcon_groups", "bailing_lite")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
 
@@ -161,7 +185,9 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     renamed = name.startswith(("gemma4", "granite_moe")) or architecture in STATES
     if renamed or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
-    count = config.get("num_local_experts") or config.get("num_experts")
+    count = next(
+        (config[each] for each in ("num_local_experts", "num_experts", "moe_num_experts") if each in config), 0
+    )
     if count:
         source = StackedSource(source, MODELS[architecture].checkpoint_names.stacked_experts, count)
     if architecture == "DeepseekV2ForCausalLM" and not config["attention_bias"]:
@@ -226,8 +252,8 @@ def opened(tmp_path):
         if config["architectures"][0] in STATES:
             convert = converted_states
         else:
-            further = config["architectures"][0] in further_conversion.ARCHITECTURES
-            convert = further_conversion.converted if further else gguf_conversion.converted
+            modules = (named_conversion, further_conversion, gguf_conversion)
+            convert = next(each.converted for each in modules if config["architectures"][0] in each.ARCHITECTURES)
         (path := tmp_path / "model.gguf").write_bytes(convert(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
         return config, tensors, sources[-1]
@@ -248,6 +274,8 @@ def test_the_model_and_its_weights(opened, name):
     expected = dataclasses.replace(
         expected, attention=tuple(dataclasses.replace(layer, window=window) for layer, window in layers)
     )
+    if issubclass(MODELS[expected.architecture], found := MODELS[source.config.architecture]):  # of another config.json
+        expected = dataclasses.replace(expected, architecture=found.__name__)
     assert exactly(source.config) == approximately(expected)
     rope = {tensor for tensor in source.weights.names() if tensor.startswith("rope_")}
     assert set(source.weights.names()) - rope == tensors.keys()
@@ -271,7 +299,10 @@ def test_the_model_and_its_weights(opened, name):
         "falcon_h1",  # whose file has no multipliers: its weights include them
         "internlm2",
         "falcon_groups",
-        *(pytest.param(name, marks=pytest.mark.thorough("as others")) for name in (*REARRANGED, "falcon")),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough("as others"))
+            for name in (*REARRANGED, "falcon", "bailing_lite")
+        ),
     ],
 )
 def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
@@ -298,7 +329,7 @@ def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, monkeypatc
         own = metadata["general.architecture"][1]
         more = {f"{own}.block_count": (U32, count + 1), f"{own}.nextn_predict_layers": (U32, 1)}
         ends = ["nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "nextn.embed_tokens"]
-        ends += ["layer_output_norm"] * (own == "bailingmoe2")
+        ends += ["layer_output_norm", "further_norm"]
         unread = np.zeros((size, size), np.float32)
         added = (gguf_conversion.tensor(f"blk.{count}.{end}.weight", unread) for end in ends)
         return gguf_bytes(metadata | more, [*written, *added])
