@@ -437,9 +437,15 @@ def test_no_field_is_forgotten():
     assert {*FIELDS, "context_management"} == MessagesRequest.model_fields.keys()
 
 
+@pytest.fixture
+def says_all(scripted):
+    """As `scripted`, for all rows of a table."""
+    return scripted(SAYS, template=TEMPLATE, **PARSERS)
+
+
 @each_row("name", FIELDS)
-async def test_a_field_acts(scripted, name, caplog):
-    app, engine = scripted(SAYS, template=TEMPLATE, **PARSERS)
+async def test_a_field_acts(says_all, name, caplog):
+    app, engine = says_all
     value, beside = FIELDS[name] if isinstance(FIELDS[name], tuple) else (FIELDS[name], {})
     base = {**{key: value for key, value in ASK.items() if key != "model"}, **beside}
     await check_acts(app, engine, PATH, base, name, value, caplog)
