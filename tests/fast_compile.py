@@ -28,7 +28,7 @@ import pytest
 
 # Programs that a process keeps, each some dozen mappings of memory (see tests/conftest.py), and the shortest text of
 # one: what is shorter compiles in a few milliseconds.
-_MOST_KEPT, _LEAST_KEPT = 100, 4096
+_MOST_KEPT, _LEAST_KEPT = 200, 4096
 _SHARED_TRACES = "engines of the tests"
 # Modules that are lowered in one context, which keeps their constants as long as one of them lives.
 _MODULES_OF_CONTEXT = 100
