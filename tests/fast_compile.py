@@ -1,8 +1,9 @@
 """XLA:CPU without optimisation: a test runs its programs a few times, which does not pay for optimising them.
 
 Left out are XLA's optimisation passes, its fusion emitters, whose code LLVM is slow to compile, and the split of
-modules into parts for many cores. Nothing that JAX or this project decides changes. `time python -m pytest FILE`, with
-and without `--optimised`, shows the difference.
+modules into parts for many cores. Besides, an engine on one device compiles equal layers once in models of two layers
+already, as it does in production from six on. Nothing else that JAX or this project decides changes. `time python -m
+pytest FILE`, with and without `--optimised`, shows the difference.
 
 Besides, a process that compiles one module twice gets the same executable again: engines of many tests have the same
 sampler and state changes, whose keys in the engine's own cache name their models. And its engines share traces of
@@ -27,7 +28,7 @@ import pytest
 
 # Programs that a process keeps, each some dozen mappings of memory (see tests/conftest.py), and the shortest text of
 # one: what is shorter compiles in a few milliseconds.
-_MOST_KEPT, _LEAST_KEPT = 100, 4096
+_MOST_KEPT, _LEAST_KEPT = 200, 4096
 _SHARED_TRACES = "engines of the tests"
 # Modules that are lowered in one context, which keeps their constants as long as one of them lives.
 _MODULES_OF_CONTEXT = 100
@@ -136,6 +137,9 @@ def fast_compile() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in fast_compile_environment().items():
             patch.setenv(name, value)
+        if layer_chain := sys.modules.get("jaxengine.runner.executables.layer_chain"):
+            patch.setattr(layer_chain, "_LEAST_LAYERS", 2)
+            patch.setattr(layer_chain, "FEW_TOKENS", 0)  # short steps compile no layer twice to save a call
         patch.setattr(compiler, "get_compile_options", in_one_part)
         patch.setattr(compiler, "backend_compile_and_load", _compiled().get)
         patch.setattr(serialize_executable._JaxPjrtPickler, "persistent_id", persistent_id)

@@ -12,6 +12,7 @@ from jax._src.interpreters import mlir
 from jax.sharding import SingleDeviceSharding
 
 from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.layer_chain import InParts
 from tests import fast_compile
 from tests.fast_compile import _Compiled
 
@@ -104,6 +105,19 @@ def test_samplers_over_whole_vocabularies_are_optimised(name, shape, level):
     text = f"module @jit_{name} attributes {{}} {{\n func @main(%x: tensor<{shape}xf32>) {{" + " " * 5000
     _Compiled(lambda *_: object()).get("cpu", module(text), [0], given, [])
     assert debug.xla_backend_optimization_level == level
+
+
+def test_equal_layers_of_a_model_of_two_are_compiled_once():
+    @jax.jit
+    def run_layer(x):
+        return x * x
+
+    def step(x):
+        return run_layer(run_layer(x + 1)) - 1
+
+    shape = jax.ShapeDtypeStruct((4, 8), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
+    compiled = ExecutableCache("", jax.devices()[:1]).compile(step, [shape], donate=())
+    assert isinstance(compiled, InParts) and [call.program for call in compiled.chain.calls] == [0, 1, 1, 2]
 
 
 def num_loads(folder: str) -> int:

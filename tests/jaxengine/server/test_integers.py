@@ -83,9 +83,13 @@ def test_priority_timeout_and_token_ids(llm, value):
     assert llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].finished
 
 
+@pytest.fixture
+def app(chat_engine):
+    return create_app(chat_engine, ServerConfig(request_timeout=20.0))
+
+
 @each_row("name", [*FIELDS, "priority", "timeout", "prompt"])
-async def test_http_refuses_or_serves(chat_engine, name):
-    app = create_app(chat_engine, ServerConfig(request_timeout=20.0))
+async def test_http_refuses_or_serves(app, name):
     for value in EDGES[:-1]:
         fields = {"priority": value, "timeout": value, "prompt": [value]}
         body = {name: fields[name]} if name in fields else FIELDS[name](value)

@@ -167,7 +167,7 @@ class Run:
         ids, positions = (np.pad(np.asarray(each, np.int32), (0, missing)) for each in (token_ids, where))
         batch = ForwardBatch(ids, positions, cu[1:] - 1, (ragged,), sections | {"pictures": pictures})
         logits, self.kv = _forward(self.case.model, jax.tree.map(jnp.asarray, batch), self.kv)
-        return np.asarray(logits[:count])
+        return np.asarray(logits)[:count]  # as jax compiles a program for the bounds of each slice
 
 
 @jax.jit

@@ -44,6 +44,12 @@ def scripted(chat_engine):
     return build
 
 
+@pytest.fixture
+def says_yes(scripted):
+    """An application for all rows of a table."""
+    return scripted("Yes.")[0]
+
+
 def named(answer) -> set[str]:
     """What the answer says has no effect."""
     assert "x-unknown-fields" not in answer.headers, answer.headers["x-unknown-fields"]
@@ -159,9 +165,8 @@ async def test_the_prompt_of_a_conversation_of_codex(scripted):
         ),
     ],
 )
-async def test_hints_and_tools_without_effect_are_named(scripted, path, fields, ignored):
-    app, _ = scripted("Yes.")
-    answer = await post(app, path, **{**SAID.get(path, {}), **fields})
+async def test_hints_and_tools_without_effect_are_named(says_yes, path, fields, ignored):
+    answer = await post(says_yes, path, **{**SAID.get(path, {}), **fields})
     assert answer.status == 200, answer.body
     assert named(answer) - {"reasoning"} == ignored
 
@@ -257,9 +262,8 @@ SEARCH, ANTHROPIC_SEARCH = {"type": "web_search"}, {"type": "web_search_20250305
         ),
     ],
 )
-async def test_what_would_change_the_answer_is_refused(scripted, path, fields, param, about):
-    app, _ = scripted("Yes.")
-    answer = await post(app, path, **{**SAID[path], **fields})
+async def test_what_would_change_the_answer_is_refused(says_yes, path, fields, param, about):
+    answer = await post(says_yes, path, **{**SAID[path], **fields})
     assert answer.status == 400 and about in answer.json["error"]["message"], answer.body
     assert answer.json["error"].get("param") == param
 

@@ -46,6 +46,18 @@ def scripted(chat_engine):
     return build
 
 
+@pytest.fixture
+def says_yes(scripted):
+    """An application for all rows of a table."""
+    return scripted("Yes.")[0]
+
+
+@pytest.fixture
+def answers(chat_engine):
+    """The same with the engine itself behind it."""
+    return create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+
+
 def events_of(answer) -> list[dict]:
     """What a stream says; each event is named twice."""
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.body
@@ -343,11 +355,10 @@ def test_a_tool_that_is_deferred_reaches_the_template():
         ({"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "http://a"}}}}, "output_config"),
     ],
 )
-async def test_what_is_wrong_is_named_in_anthropics_shape(chat_engine, fields, about):
-    app = create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+async def test_what_is_wrong_is_named_in_anthropics_shape(answers, fields, about):
     asked = {name: value for name, value in {**ASK, **fields}.items() if value is not None}
     for stream in (False, True):
-        answer = await post(app, PATH, **asked, stream=stream)
+        answer = await post(answers, PATH, **asked, stream=stream)
         assert answer.status == 400 and set(answer.json) == {"type", "error"}, answer.body
         assert answer.json["type"] == "error" and answer.json["error"]["type"] == "invalid_request_error"
         assert about in answer.json["error"]["message"]
@@ -426,19 +437,24 @@ def test_no_field_is_forgotten():
     assert {*FIELDS, "context_management"} == MessagesRequest.model_fields.keys()
 
 
+@pytest.fixture
+def says_all(scripted):
+    """As `scripted`, for all rows of a table."""
+    return scripted(SAYS, template=TEMPLATE, **PARSERS)
+
+
 @each_row("name", FIELDS)
-async def test_a_field_acts(scripted, name, caplog):
-    app, engine = scripted(SAYS, template=TEMPLATE, **PARSERS)
+async def test_a_field_acts(says_all, name, caplog):
+    app, engine = says_all
     value, beside = FIELDS[name] if isinstance(FIELDS[name], tuple) else (FIELDS[name], {})
     base = {**{key: value for key, value in ASK.items() if key != "model"}, **beside}
     await check_acts(app, engine, PATH, base, name, value, caplog)
 
 
 @each_row("name", MessagesRequest.refused)
-async def test_a_field_is_refused(scripted, name):
-    app, _ = scripted("Yes.")
+async def test_a_field_is_refused(says_yes, name):
     for value in (True, 7, "x", [1], {"a": 1}):
-        answer = await post(app, PATH, **ASK, **{name: value})
+        answer = await post(says_yes, PATH, **ASK, **{name: value})
         neutral = any(type(value) is type(one) and value == one for one in MessagesRequest.refused[name])
         assert answer.status == (200 if neutral else 400), (name, value, answer.body)
         assert neutral or name in answer.json["error"]["message"]
