@@ -7,8 +7,10 @@ when they hang, and the memory of a process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -87,6 +89,23 @@ def memory(pid: int | str = "self", kind: str = "VmRSS") -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:")), 0)
+
+
+def unused_bytes(array: Any) -> int:
+    """Return the bytes of an array on a CPU for which the system has not given memory yet, after `give_back_zeros`:
+    those of its `whole_pages` that mincore does not report.
+    """
+    import numpy as np
+
+    from jaxengine.runner.base.memory import whole_pages  # imports jax, which most processes here need not
+
+    found = 0
+    for first, size in whole_pages(array):
+        given = np.zeros(size // mmap.PAGESIZE, np.uint8)
+        pointers = ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_void_p(given.ctypes.data)
+        if ctypes.CDLL(None).mincore(*pointers) == 0:
+            found += int((given & 1 == 0).sum()) * mmap.PAGESIZE
+    return found
 
 
 if __name__ == "__main__":

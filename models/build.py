@@ -84,7 +84,7 @@ class Build:
         if len(schemes) != 1:
             kept = ", ".join(f"{name} as {getattr(scheme, 'stored', 'it is')}" for name, scheme in chosen.items())
             raise ModelConfigError(f"quantization_config: modules of one product must be stored in one way, got {kept}")
-        parts = 1 if table or axes[-2] is None else self.mesh.num_shards(axes[-2])
+        parts = 1 if table else self.mesh.num_shards(axes[-2])
         options: dict[str, Any] = {"num_experts": num_experts, "table": table, "input_parts": parts}
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
 

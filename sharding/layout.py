@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -105,11 +105,15 @@ class MeshLayout:
         """Number of replicas."""
         return self.data * self.attn
 
-    def num_shards(self, axis: str) -> int:
-        """Return the number of parts into which an array's logical axis is split. Raises KeyError for an axis that
-        RULES lacks.
+    def num_shards(self, axis: str | None) -> int:
+        """Return the number of parts into which an array's logical axis is split; 1 for None. Raises KeyError for an
+        axis that RULES lacks.
         """
-        return math.prod(getattr(self, name) for name in RULES[axis])
+        return 1 if axis is None else math.prod(getattr(self, name) for name in RULES[axis])
+
+    def part_of(self, shape: Sequence[int], axes: Sequence[str | None]) -> list[int]:
+        """Return the shape of a device's part of an array with these logical axes."""
+        return [size // self.num_shards(axis) for size, axis in zip(shape, axes, strict=True)]
 
     def ranks_sharing(self, axis: str) -> int:
         """Return the number of replicas whose tokens are processed together by the devices that hold the parts of a

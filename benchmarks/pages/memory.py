@@ -26,10 +26,9 @@ import numpy as np
 from benchmarks.drafts.first_layers import write_first
 from benchmarks.harness import OptionError, shared
 from benchmarks.pages.memory_cases import DEFAULT, FAMILIES, PICTURE, PICTURE_SIDE, devices_of, write_family
-from benchmarks.processes import command, memory
+from benchmarks.processes import command, memory, unused_bytes
 from benchmarks.recorder import Recorder, Row
 from jaxengine.results import table
-from jaxengine.runner.base.memory import unused_bytes
 
 MIB = 2**20
 # Largest difference between plan and process, as a share of the plan.

@@ -170,7 +170,7 @@ class DeclaredParam:
         """Return whether every axis can be split evenly over the devices of the mesh; see `most_parts` for the axis
         along which sources are joined.
         """
-        parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
+        parts = map(mesh.num_shards, self.decl.axes)
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 
     def source_shape(self, source: Source) -> tuple[int, ...]:

@@ -265,9 +265,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
     for param in declared_params(model):
         if param.path[0] in TOWERS or param.path[:2] == ("layer_inputs", "table"):  # only single rows of it are read
             continue
-        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
-        part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
-        size, embedding = math.prod(param.shape) // math.prod(over), param.path[0] == "embed"
+        part = mesh.part_of(param.shape, param.decl.axes)
+        size, embedding = math.prod(part), param.path[0] == "embed"
         if embedding and not (model.stage.is_last and config.tie_word_embeddings):
             continue
         rows = bucket.num_seqs * bucket.width if embedding or param.path[0] == "lm_head" else bucket.num_tokens
@@ -289,7 +288,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
             codes = 2 if param.dtype == jnp.uint8 else 1  # of four bits in a byte
             flops += uses * codes * int(2 * size * rows)
-            wide = part[-1] * (_num_matrices(param.decl) // over[0] or 1)
+            wide = part[-1] * (_num_matrices(param.decl) // mesh.num_shards(param.decl.axes[0]) or 1)
             row_bytes += uses * int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
     of_adapters = _adapter_work(model, bucket, itemsize)
     weight_bytes, reached_bytes = weight_bytes + of_adapters[0], reached_bytes + of_adapters[1]
@@ -318,9 +317,7 @@ def _adapter_work(model: Any, bucket: Bucket, itemsize: int) -> tuple[int, int, 
     config, mesh = model.config, model.mesh
     held = reached = flops = row_bytes = 0
     for pool in declared_pools(model):
-        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
-        part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
-        item = jnp.dtype(pool.dtype).itemsize
+        part, item = mesh.part_of(pool.shape, pool.decl.axes), jnp.dtype(pool.dtype).itemsize
         held += math.prod(part) * item
         if pool.decl.num_experts is not None:  # a row is multiplied by one pair of matrices
             own, slots, *pair = part

@@ -52,8 +52,7 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
     for param in declared_params(model):
         if param.path[0] != layout.part:
             continue
-        over = [1 if axis is None else model.mesh.num_shards(axis) for axis in param.decl.axes]
-        own = math.prod(param.shape) // math.prod(over)
+        own = math.prod(model.mesh.part_of(param.shape, param.decl.axes))
         num_bytes += own * jnp.dtype(param.dtype).itemsize
         rows = size // layout.tower.merge if param.path[1] in _BEHIND_MERGE else size
         flops += 2 * own * rows if len(param.shape) > 1 else 0

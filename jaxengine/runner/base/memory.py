@@ -22,7 +22,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.runner.base.card import card_bytes, usable
@@ -238,24 +237,11 @@ def give_back_zeros(array: Any) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    for first, size in _whole_pages(array):
+    for first, size in whole_pages(array):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
-def unused_bytes(array: Any) -> int:
-    """Return the bytes of an array on a CPU for which the system has not given memory yet, after `give_back_zeros`:
-    those of its `_whole_pages` that mincore does not report.
-    """
-    found = 0
-    for first, size in _whole_pages(array):
-        given = np.zeros(size // mmap.PAGESIZE, np.uint8)
-        pointers = ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_void_p(given.ctypes.data)
-        if ctypes.CDLL(None).mincore(*pointers) == 0:
-            found += int((given & 1 == 0).sum()) * mmap.PAGESIZE
-    return found
-
-
-def _whole_pages(array: Any) -> Iterator[tuple[int, int]]:
+def whole_pages(array: Any) -> Iterator[tuple[int, int]]:
     """Yield (address, bytes) of the whole pages of memory within each part of an array on this process's CPU devices;
     nothing for other devices, small parts, and arrays that are only described.
     """

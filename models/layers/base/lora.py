@@ -25,7 +25,6 @@ from jaxengine.models.lora import DeclaredPool, PoolArray, PoolDecl, declared_po
 from jaxengine.models.params.declare import Source
 from jaxengine.pallas_kernels.matmul.dense import matmul
 from jaxengine.pallas_kernels.matmul.lora import LoraVisits, grouped_form, has_lora_product, lora_product, lora_visits
-from jaxengine.sharding.layout import MeshLayout
 
 # Values of Adapters.form.
 FLAT, GROUPED = 1, 2
@@ -153,16 +152,10 @@ def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
             rows[names] = "flat" if a.decl.num_experts is None else "grouped by expert, xla"
             if a.decl.num_experts is None and a.decl.may_group and groups_on(spec, platform):
                 of_b = [pool for pool in pools if pool.decl.part is not None and pool.decl.sources == a.decl.sources]
-                widths = [_own_columns(b, model.mesh) for b in of_b]
-                own = grouped_form(platform, _own_columns(a, model.mesh), widths, spec.max_lora_rank, a.dtype)
+                size, *widths = (model.mesh.part_of(pool.shape, pool.decl.axes)[1] for pool in (a, *of_b))
+                own = grouped_form(platform, size, widths, spec.max_lora_rank, a.dtype)
                 rows[names] = f"flat, {own}"
     return [{"modules": names, "forms": forms} for names, forms in rows.items()]
-
-
-def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
-    """Return the number of columns (of the second axis) of one device's part of the pool."""
-    axis = pool.decl.axes[1]
-    return pool.shape[1] // (1 if axis is None else mesh.num_shards(axis))
 
 
 def write_slot(

@@ -79,7 +79,7 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
     if kernel is None or layer.sends_rows:
         return None
     experts, num_tokens = layer.experts, num_tokens * mesh.ranks_sharing(layer.axis)
-    own = layer.num_stored // mesh.num_shards("experts") if layer.axis == "experts" else experts.num_experts
+    own = layer.num_stored // (mesh.num_shards("experts") if layer.axis == "experts" else 1)
     sizes = routed(num_tokens, experts.num_routed, experts.num_per_token)[:own]
     if own < experts.num_experts:
         k = experts.num_per_token
@@ -111,9 +111,7 @@ def _operands(weight: Weight, mesh: MeshLayout, num_rows: int) -> tuple[tuple[An
     """
 
     def part(param: Any) -> jax.ShapeDtypeStruct:
-        axes = param.get_metadata()["decl"].axes
-        over = [1 if axis is None else mesh.num_shards(axis) for axis in axes]
-        return jax.ShapeDtypeStruct([size // n for size, n in zip(param.shape, over, strict=True)], param.dtype)
+        return jax.ShapeDtypeStruct(mesh.part_of(param.shape, param.get_metadata()["decl"].axes), param.dtype)
 
     if not isinstance(weight, QuantizedWeight):
         codes, scales, activation = part(weight.values), None, None  # pyright: ignore[reportAttributeAccessIssue]

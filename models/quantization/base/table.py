@@ -10,7 +10,6 @@ from jaxengine.models.quantization.base.quantized import VALUES, Quantized
 from jaxengine.pallas_kernels.matmul.nibbles import per_byte
 from jaxengine.pallas_kernels.matmul.quantized import product_of
 from jaxengine.pallas_kernels.registry import kernel_module
-from jaxengine.sharding.layout import MeshLayout
 
 _AS_IS = "as it is"
 _LOOKED_UP = "none: rows are looked up"
@@ -59,13 +58,13 @@ def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[d
             codes = param
         if kind == "scales":
             assert codes is not None, "codes come before their scales"
-            *_, count, out = _own_shape(param, build.mesh)
-            size = _own_shape(codes, build.mesh)[-2 if codes.decl.transposed else -1]
+            *_, count, out = build.mesh.part_of(param.shape, param.decl.axes)
+            size = build.mesh.part_of(codes.shape, codes.decl.axes)[-2 if codes.decl.transposed else -1]
             op = op if codes.decl.transposed else "quantized_table_matmul"
             inputs = size * per_byte(codes.dtype)
             row["product"] = product_of(op, platform, inputs, out, count, codes.dtype, build.dtype)
         elif op == "grouped_matmul":
-            *_, size, out = _own_shape(param, build.mesh)
+            *_, size, out = build.mesh.part_of(param.shape, param.decl.axes)
             row["product"] = product_of(op, platform, size, out, 1, param.dtype, build.dtype)
     for row in rows.values():
         if row["modules"] == "embed" and not _multiplies_with_table(models[0].config):
@@ -79,12 +78,6 @@ def _multiplies_with_table(config: ModelConfig) -> bool:
     classifier = None if config.pooler is None else config.pooler.classifier
     scores = config.pooler is None or (classifier is not None and bool(classifier.token_ids))
     return config.tie_word_embeddings and scores
-
-
-def _own_shape(param: DeclaredParam, mesh: MeshLayout) -> list[int]:
-    """Return the shape of one device's part of a weight."""
-    axes = zip(param.shape, param.decl.axes, strict=True)
-    return [size if axis is None else size // mesh.num_shards(axis) for size, axis in axes]
 
 
 def weight_table(rows: list[dict[str, Any]]) -> str:

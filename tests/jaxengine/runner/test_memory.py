@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.processes import unused_bytes
 from jaxengine import LLM
 from jaxengine.runner.base.memory import (
     StageNeeds,
@@ -18,7 +19,6 @@ from jaxengine.runner.base.memory import (
     kept_of_step,
     memory_in_use,
     return_free_memory,
-    unused_bytes,
 )
 from jaxengine.runner.executables.cache import ExecutableCache
 from tests.tables import each_row
