@@ -35,6 +35,7 @@ _MODULES_OF_CONTEXT = 100
 # Samplers over the vocabulary of a real tokenizer draw a number for each of its tokens: unoptimised, a step of eight
 # rows takes 20 ms longer, so that some fifty steps pay for optimising the machine code.
 _LARGE_SAMPLER = re.compile(r"\Amodule @jit_sample\w* .*?tensor<\d+x\d{5,}xf32>", re.DOTALL)
+_OF_LAYERS: dict[str, Any] = {}  # how layer_chain divides models in production
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
@@ -111,6 +112,13 @@ def _compiled() -> _Compiled:
     return _Compiled(compiler.backend_compile_and_load)
 
 
+def _groups_of_small(kinds: Any, num_tokens: int) -> tuple[int, int]:
+    """Return what layer_chain._groups does; short steps of small models compile no layer twice to save a call."""
+    few = sys.modules["jaxengine.runner.executables.layer_chain"].FEW_TOKENS
+    is_small = len(kinds) < _OF_LAYERS["_LEAST_LAYERS"]
+    return _OF_LAYERS["_groups"](kinds, max(num_tokens, few) if is_small else num_tokens)
+
+
 @contextlib.contextmanager
 def fast_compile() -> Iterator[None]:
     """Compile fast, here and in processes that are started; with an accelerator, nothing changes."""
@@ -138,8 +146,10 @@ def fast_compile() -> Iterator[None]:
         for name, value in fast_compile_environment().items():
             patch.setenv(name, value)
         if layer_chain := sys.modules.get("jaxengine.runner.executables.layer_chain"):
+            for name in ("_LEAST_LAYERS", "_groups"):
+                _OF_LAYERS.setdefault(name, getattr(layer_chain, name))
             patch.setattr(layer_chain, "_LEAST_LAYERS", 2)
-            patch.setattr(layer_chain, "FEW_TOKENS", 0)  # short steps compile no layer twice to save a call
+            patch.setattr(layer_chain, "_groups", _groups_of_small)
         patch.setattr(compiler, "get_compile_options", in_one_part)
         patch.setattr(compiler, "backend_compile_and_load", _compiled().get)
         patch.setattr(serialize_executable._JaxPjrtPickler, "persistent_id", persistent_id)
@@ -157,10 +167,13 @@ def as_in_production() -> Iterator[None]:
 
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _OF_LAYERS.items():
+            patch.setattr(sys.modules["jaxengine.runner.executables.layer_chain"], name, value)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
 
 
 class _Contexts(threading.local):

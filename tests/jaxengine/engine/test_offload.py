@@ -23,6 +23,7 @@ from tests.sharding.parallel_cases import OPTIONS
 MODELS = TINY_CHECKPOINT.parent
 SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 64, "kv_offloading_size": 0.05}
 KIND = pytest.mark.thorough("another kind of page")
+NUM_UNDRAFTED = 6  # tokens that `head_options` never drafts
 
 
 def plainly(make_llm, prompts: list[list[int]], max_tokens: int = 9) -> list[list[int]]:
@@ -56,22 +57,23 @@ def test_a_draft_model_finds_its_pages(make_llm, plain_tokens):
 
 def head_options(method: str, folder: Path, executables_dir: str) -> dict[str, Any]:
     """Options of an engine whose head, or next-token layer, is right by its keys and values alone. It drafts all tokens
-    but 0 and 1, one at a time.
+    but the first six, one at a time: the head of test_eagle3.py, whose programs it has.
 
     method: of speculative_config. folder: empty, for the checkpoints.
     """
     options = OPTIONS | {"load_format": "auto", "skip_tokenizer_init": True, "compile_cache_dir": executables_dir}
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 1}
     if method == "eagle3":
-        model, drafts["model"] = attending(folder, 2)
+        model, drafts["model"] = attending(folder, NUM_UNDRAFTED)
     else:
         model = one_layer(folder / "model")
-    return options | {"model": model, "num_gpu_blocks_override": 60, "speculative_config": drafts}
+    return options | {"model": model, "num_gpu_blocks_override": 40, "speculative_config": drafts}
 
 
 def head_load() -> tuple[list[Any], list[SamplingParams]]:
     """Prompts of 41 tokens for `head_options`, and how their tokens are chosen, among those that are drafted."""
-    own: Any = {"max_tokens": 20, "ignore_eos": True, "detokenize": False, "logit_bias": {0: -100.0, 1: -100.0}}
+    own: Any = {"max_tokens": 20, "ignore_eos": True, "detokenize": False}
+    own["logit_bias"] = dict.fromkeys(range(NUM_UNDRAFTED), -100.0)
     # How often a request waits for its pages, and then drafts nothing, is a matter of time: some 100 are drafted.
     params = [SamplingParams(temperature=0.7 * (index % 2), seed=index, **own) for index in range(12)]
     rng = np.random.default_rng(2)
