@@ -46,7 +46,8 @@ class Settings(NamedTuple):
 class Gemma4Processor(GridProcessor):
     """Processor of the images and videos of Gemma4ForConditionalGeneration.
 
-    A model whose images attend to themselves in both directions takes no video.
+    A model whose images attend to themselves in both directions takes no video: all frames would have to be in one
+    step.
 
     Args:
       folder: of the checkpoint.

@@ -1,4 +1,6 @@
-"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs)."""
+"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs): with a dict for every token, garbage
+collection would take long.
+"""
 
 from __future__ import annotations
 

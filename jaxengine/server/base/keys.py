@@ -92,6 +92,8 @@ def _bearer(value: bytes) -> bytes:
 
 
 def _index(digest: bytes, digests: Iterable[bytes]) -> int | None:
-    """Return the index of the first of `digests` that equals `digest`; None if none does. Compares all of them."""
+    """Return the index of the first of `digests` that equals `digest`; None if none does. Compares all of them, so that
+    the time does not depend on the result.
+    """
     found = [hmac.compare_digest(digest, each) for each in digests]
     return found.index(True) if True in found else None
