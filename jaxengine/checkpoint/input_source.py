@@ -1,4 +1,6 @@
-"""InputSource: what the preparation of requests needs of an opened model. Needs neither jax nor the model's class."""
+"""InputSource: what the preparation of requests needs of an opened model. Needs neither jax nor the model's class, so
+that API processes start without them.
+"""
 
 from __future__ import annotations
 

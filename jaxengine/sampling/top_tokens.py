@@ -152,7 +152,9 @@ def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_k(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Return `lax.top_k`'s values f32[S, num_top] and columns i32[S, num_top] as a tuple."""
+    """Return `lax.top_k`'s values f32[S, num_top] and columns i32[S, num_top] as a tuple, because
+    `lax.platform_dependent` requires one type of all branches.
+    """
     values, ids = lax.top_k(logits, num_top)
     return values, ids
 
