@@ -97,8 +97,7 @@ def plan(load: Load) -> list[Planned]:
 def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
     """Return `count` random token ids, or indices into WORDS if the load is text.
 
-    Ids are from 300, or from half the vocabulary if that is less, because low ids are often special tokens or single
-    bytes.
+    Ids are from 300, or from half the vocabulary if that is less.
     """
     if load.text:
         return generator.integers(0, len(WORDS), count).tolist()

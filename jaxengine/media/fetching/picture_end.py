@@ -1,4 +1,4 @@
-"""Finds where an image's file ends, so that bytes after it, which decoders ignore, need not be kept."""
+"""Finds where an image's file ends, so that bytes after it need not be kept."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class DeepseekOcr2Processor(TilesProcessor):
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image that gets the most tiles; the height is larger than a tile's
-        side, so that it is cut.
+        side.
         """
         height, width = super().largest_size()
         return max(height, self.tile_side + 1), width

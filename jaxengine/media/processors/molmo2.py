@@ -377,7 +377,8 @@ class Molmo2Processor(CropsProcessor):
 
 def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return uint8[H, W, 3] resized to uint8[height, width, 3], linearly between the two by two pixels around a place,
-    however many there are (torch's bilinear interpolation without antialiasing), rounded half to even.
+    however many there are (torch's bilinear interpolation without antialiasing), rounded half to even. In integers:
+    next to a half, the rounding of torch's float32 depends on the machine.
     """
     if picture.shape[:2] == (height, width):
         return picture

@@ -1,6 +1,4 @@
-"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs): with a dict for every token, garbage
-collection would take long.
-"""
+"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs), as dicts slow down garbage collection."""
 
 from __future__ import annotations
 

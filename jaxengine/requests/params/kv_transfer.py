@@ -23,7 +23,7 @@ def _is_id(value: Any) -> bool:
 
 def _are_columns(value: Any) -> bool:
     """Return whether a value is a list of lists (or tuples) of integers, one for each of at most _MAX_GROUPS cache
-    groups. The integers of a list increase, from 0 at least to _MAX_COLUMNS - 1 at most, so that none takes work twice.
+    groups. The integers of a list increase, from 0 at least to _MAX_COLUMNS - 1 at most.
     """
     return (
         isinstance(value, list | tuple)

@@ -32,7 +32,7 @@ class Keys:
 
     def name_of(self, digest: bytes) -> str | None:
         """Return "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index, from 0, among
-        the keys given; None for an unknown key.
+        the keys given; None for an unknown key. The name reveals nothing about the key.
         """
         for name, digests in (("key", self._clients), ("admin-key", self._admins)):
             if (number := _index(digest, digests)) is not None:

@@ -54,8 +54,7 @@ class BatchLine:
     @property
     def order(self) -> tuple[str, bytes]:
         """Sort key, (url, JSON of the tools and the prompt), that brings requests with the same beginning next to each
-        other, so that they share cached prefixes. The prompt is the first of the body's fields messages, prompt, input,
-        query and text_1.
+        other. The prompt is the first of the body's fields messages, prompt, input, query and text_1.
         """
         fields = json.loads(self.body)
         start = next(
