@@ -1,8 +1,8 @@
 """Collectives of layers that are split over devices: gather tokens, add partial sums. On one device they do nothing.
 
 The entire step runs under one `jax.shard_map` (jaxengine.runner): every array in it is the device's own part, and every
-exchange between devices is written here. The mesh is the ambient one; axes are the logical ones of
-jaxengine.sharding.layout.
+exchange between devices is written here, so that those that the compiler adds can be counted. The mesh is the ambient
+one; axes are the logical ones of jaxengine.sharding.layout.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""InputSource: what the preparation of requests needs of an opened model. Needs neither jax nor the model's class, so
-that API processes start without them.
-"""
+"""InputSource: what the preparation of requests needs of an opened model. Needs neither jax nor the model's class."""
 
 from __future__ import annotations
 

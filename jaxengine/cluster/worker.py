@@ -87,7 +87,7 @@ class Host0(Peers):
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
         """Send host 0 a message: operation `op` with its arrays and fields.
 
-        An OSError of a lost connection is ignored, because the receiving thread detects it.
+        An OSError of a lost connection is ignored.
         """
         with contextlib.suppress(OSError):
             self._channel.send(op, arrays, **fields)

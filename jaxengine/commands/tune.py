@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
     """Return the table to update, by chip; if the file at `path` does not exist, a copy of the kernels' table.
 
-    Writes the file in either case, so that an unwritable file is an error now and not after hours. Raises ConfigError
-    if the file is not a table or cannot be written.
+    Writes the file in either case. Raises ConfigError if the file is not a table or cannot be written.
     """
     from jaxengine.models.quantization.base.tuning import TABLE
 

@@ -126,7 +126,7 @@ class LoopExtension:
 
     def before_sample(self, step: ScheduledStep) -> bool:
         """Return whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again.
-        It may wait, but not for long, since other requests have rows in the step.
+        It may wait, but not for long.
         """
         return True
 

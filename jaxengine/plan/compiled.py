@@ -94,8 +94,8 @@ class Elsewhere:
         """Compile in a separate process with the target's compiler, wait for it, and return the StageNeeds of each
         stage.
 
-        Raises ConfigError if the process refuses the model or fails, and for attention_backend "XLA", since it compiles
-        the target's own kernels; BrokenPipeError if it ends before it has read the request.
+        Raises ConfigError if the process refuses the model or fails, and for attention_backend "XLA"; BrokenPipeError
+        if it ends before it has read the request.
         """
         if config.attention_backend == PLAIN:
             problem = f"attention_backend is {PLAIN}, but --compile has the kernels of {self._target.name}"

@@ -177,7 +177,7 @@ class ModelRunner:
 
     def sample(self, pending: PendingStep) -> None:
         """Dispatch the epilogue that ends a step, its sampler or what replaces it, here and in the engine's other
-        processes. The step then has `sampled` and no longer `forwarded`, so no other epilogue can run on it.
+        processes. The step then has `sampled` and no longer `forwarded`.
 
         It must be called before the next forward pass is dispatched, which reads the sampled tokens.
         """

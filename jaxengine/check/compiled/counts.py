@@ -116,8 +116,7 @@ def launches(module: Module, scope: str = "", trips: Sequence[int] = ()) -> int:
     """Return the number of kernels and copies that one run of a GPU's program launches.
 
     scope: count only those of one named scope, such as "layer_1"; "" counts all. A loop counts as often as it runs. A
-    conditional counts as one, because the host may wait for it, in addition to the branch that launches most. trips: as
-    in `moved_bytes`.
+    conditional counts as one in addition to the branch that launches most. trips: as in `moved_bytes`.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:

@@ -19,7 +19,7 @@ BLOCK_KEYS = 128
 
 def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) -> dict[str, Any]:
     """Return {"compilation_config": step sizes for rl_exact}, with one size for decodes and one for other steps unless
-    more were given; {} without rl_exact. A step costs what its own tokens cost, so smaller sizes bring nothing.
+    more were given; {} without rl_exact.
 
     options: options of the engine, with all defaults filled in. platform: name of the kernels' platform.
 

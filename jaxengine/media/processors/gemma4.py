@@ -46,8 +46,7 @@ class Settings(NamedTuple):
 class Gemma4Processor(GridProcessor):
     """Processor of the images and videos of Gemma4ForConditionalGeneration.
 
-    A model whose images attend to themselves in both directions takes no video: all frames would have to be in one
-    step.
+    A model whose images attend to themselves in both directions takes no video.
 
     Args:
       folder: of the checkpoint.

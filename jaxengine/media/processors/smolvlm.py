@@ -93,7 +93,7 @@ class SmolVLMProcessor(Idefics3Processor):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its placeholders expanded for its items, given by modality in order. With videos, the
-        prompt's text is tokenized again, because a video is text whose tokens depend on the text around it.
+        prompt's text is tokenized again.
 
         Without videos `<video>` is an ordinary word. Raises RequestError for another number of items than placeholders.
         """

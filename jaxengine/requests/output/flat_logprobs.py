@@ -1,4 +1,4 @@
-"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs), as dicts slow down garbage collection."""
+"""Log-probabilities of many positions in a few arrays (vLLM's FlatLogprobs)."""
 
 from __future__ import annotations
 

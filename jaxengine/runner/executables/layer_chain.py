@@ -300,8 +300,8 @@ class _Plan:
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], part_index: int) -> None:
         """Add part number `part_index` as a call, and lower its program unless an equal one has been lowered. Parts
-        must be added in order. Literals of all but the first and last parts become arguments, because equal layers may
-        differ in them. The last one also sets the chain's results.
+        must be added in order. Literals of all but the first and last parts become arguments. The last one also sets
+        the chain's results.
 
         parts: all parts, as `_cut` returns them.
         """

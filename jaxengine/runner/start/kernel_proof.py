@@ -217,7 +217,7 @@ def _compiled(trial: Trial, proof: _Proof) -> Trial:
     """Return a lowered trial compiled for the proof's device: the kernel as in the engine's programs, and so plain XLA
     if both are timed. Otherwise plain XLA runs once, for its results. Any thread may call it.
 
-    On a CPU, where XLA's optimisations around kernels decide nothing, they are compiled for one run, too.
+    On a CPU they are compiled for one run, too.
     """
     as_used = partial(compile_program, backend=proof.device.platform, once=proof.device.platform == "cpu")
     return compiled_trial(trial, as_used, as_used if proof.timed else partial(as_used, once=True))
@@ -229,8 +229,8 @@ def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None
     verdict or deletes.
 
     After _LONG seconds, logs a warning and stores that the work takes long. If SIGTERM, SIGINT or SystemExit ends the
-    process before that, the note is deleted, because the kernel is not the reason. what: the work, in words for the
-    warning. then: in words, what the next start does if this process is ended.
+    process before that, the note is deleted. what: the work, in words for the warning. then: in words, what the next
+    start does if this process is ended.
     """
 
     def warn() -> None:

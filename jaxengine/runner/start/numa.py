@@ -1,7 +1,7 @@
 """The option numa_bind: an engine's process runs on the NUMA nodes that its devices are attached to.
 
-One process runs all devices of a host, so it gets the nodes of all of them. Threads that exist are bound, and those
-that are started later inherit it. Facts come from Linux' /sys; memory is bound by the system call set_mempolicy.
+Threads that exist are bound, and those that are started later inherit it. Facts come from Linux' /sys; memory is bound
+by the system call set_mempolicy.
 """
 
 from __future__ import annotations

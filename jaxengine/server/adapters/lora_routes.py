@@ -23,8 +23,8 @@ _NAME_LENGTH, _MOST_ROUTES, _MOST_WEIGHT = 256, 1 << 16, 1e12
 
 
 def route_key(session: str, request_id: str) -> str:
-    """Return the key by which a request is routed: "session SESSION" if it has a valid session id, so that a
-    conversation keeps one adapter, else "request REQUEST_ID".
+    """Return the key by which a request is routed: "session SESSION" if it has a valid session id, else "request
+    REQUEST_ID".
 
     session: value of the header X-Session-ID; "" without one.
     """

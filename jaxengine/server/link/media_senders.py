@@ -70,7 +70,7 @@ class MediaSender:
         """Recompute, on a thread, the pixels that `message` needs and that the request has dropped, and put them into
         all its requests. Errors of preprocessing are raised.
 
-        whole: recompute all dropped pixels, because a message with `whole` follows.
+        whole: recompute all dropped pixels.
         """
         while (media := prepared.requests[0].media) is not None:
             wanted = {

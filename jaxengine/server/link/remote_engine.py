@@ -306,9 +306,7 @@ class RemoteEngine:
             self._refuse(request_id, error)
 
     def _count_rejection(self) -> None:
-        """Count a rejection for the engine's metrics. All rejections within 0.2 s are reported in one message: one for
-        each would cost as much as a rejection saves.
-        """
+        """Count a rejection for the engine's metrics. All rejections within 0.2 s are reported in one message."""
         if not self._num_rejected:
             asyncio.get_running_loop().call_later(_REJECTIONS_SECONDS, self._tell_rejections)
         self._num_rejected += 1

@@ -127,7 +127,7 @@ class _NoEngine:
 
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Return, for the utility "adapters", a list with the adapter that the request being read names, or [] if it
-        names none. Any name is accepted, since the replica checks it. Raises EngineDeadError for any other utility.
+        names none. Any name is accepted. Raises EngineDeadError for any other utility.
         """
         if name != "adapters":
             raise EngineDeadError("an ingress has no engine")

@@ -121,7 +121,7 @@ def _read_tekken(path: Path) -> tuple[Tokenizer, MistralFormat]:
 
 def _tokenizer(tokens: Sequence[str], special: Sequence[str], pattern: str) -> Tokenizer:
     """Return the tokenizer in which special tokens have the first ids, and `tokens`, by rank, the others. A token that
-    is spelt like a special one is left out, since such a text is the special token.
+    is spelt like a special one is left out.
     """
     taken = {*special}
     ranks = {name: rank for rank, name in enumerate(tokens)}

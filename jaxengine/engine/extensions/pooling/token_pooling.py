@@ -35,7 +35,7 @@ class TokenPooling(LoopExtension):
     """Loop extension for requests with a row for each token.
 
     A preempted request is computed again from its first token, perhaps with other weights: its earlier rows are then
-    replaced, so that all are of the last weights.
+    replaced.
     """
 
     def __init__(self) -> None:

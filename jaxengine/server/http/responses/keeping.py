@@ -283,9 +283,7 @@ class Keeper:
         raise OverloadedError("the store of responses was started again several times")
 
     async def keep(self, making: Making, shown: Json, *, is_running: bool = False, said: Sequence[Said] = ()) -> None:
-        """Store a state of the response like `put`, but log a failure instead of raising it, since a stored response
-        may be evicted at any time.
-        """
+        """Store a state of the response like `put`, but log a failure instead of raising it."""
         try:
             await self.put(making, shown, is_running=is_running, said=said)
         except (EngineDeadError, OverloadedError) as error:
