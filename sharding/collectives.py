@@ -205,7 +205,9 @@ def sum_parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def any_device(predicate: jax.Array) -> jax.Array:
-    """Return bool [...], whether each element of `predicate` bool [...] holds on any device of the mesh."""
+    """Return bool [...], whether each element of `predicate` bool [...] holds on any device of the mesh: devices that
+    exchange data must take the same branch.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     over = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
     return lax.psum(predicate.astype("int32"), over) > 0 if over else predicate

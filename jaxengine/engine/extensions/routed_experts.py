@@ -98,8 +98,7 @@ class RoutedExperts(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         """Exclude the request from prefix-cache hits, by `reads_prompt` of its params, if the experts of pages are not
-        kept: without prefix caching, and if all layers have windows, since a prefix can then be found without all of
-        its pages.
+        kept: without prefix caching, and if all layers have windows.
         """
         if self._group is None:
             request.params = replace(request.params, reads_prompt=True)

@@ -262,8 +262,7 @@ def _chat_fields(
 
 def _all_logprobs(given: Sequence[GivenAnswer | GivenChunk], max_logprobs: int, *, chat: bool) -> dict[str, Any]:
     """Return fields of a request, a ChatRequest or a CompletionRequest, that lists all log-probabilities that the
-    answers have, but max_logprobs at most (-1: no limit); {} if they have none. /inference/v1/generate lists the
-    sampled token besides those asked for, so one more than the limit is usual.
+    answers have, but max_logprobs at most (-1: no limit); {} if they have none.
     """
     listed = [each.logprobs.content or [] for one in given for each in one.choices if each.logprobs is not None]
     most = max((len(position.top_logprobs) for each in listed for position in each), default=0)
