@@ -1,8 +1,8 @@
 """Format of log lines, and their output around progress bars.
 
-The format is vLLM's: level, time, source line, text, prefixed with the name of the process where there are several.
-Only commands and server processes use it; a program that uses the engine as a library configures its own logging. A
-server's lines may be JSON objects instead (`log_as_json`), one for each message.
+The format is vLLM's, for tools that read its logs: level, time, source line, text, prefixed with the name of the
+process where there are several. Only commands and server processes use it; a program that uses the engine as a library
+configures its own logging. A server's lines may be JSON objects instead (`log_as_json`), one for each message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives of layers that are split over devices: gather tokens, add partial sums. On one device they do nothing.
 
 The entire step runs under one `jax.shard_map` (jaxengine.runner): every array in it is the device's own part, and every
-exchange between devices is written here. The mesh is the ambient one; axes are the logical ones of
-jaxengine.sharding.layout.
+exchange between devices is written here, so that those that the compiler adds can be counted. The mesh is the ambient
+one; axes are the logical ones of jaxengine.sharding.layout.
 """
 
 from __future__ import annotations
@@ -205,7 +205,9 @@ def sum_parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def any_device(predicate: jax.Array) -> jax.Array:
-    """Return bool [...], whether each element of `predicate` bool [...] holds on any device of the mesh."""
+    """Return bool [...], whether each element of `predicate` bool [...] holds on any device of the mesh: devices that
+    exchange data must take the same branch.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     over = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
     return lax.psum(predicate.astype("int32"), over) > 0 if over else predicate

@@ -199,7 +199,8 @@ class Compiler:
         """Yield the programs of a stage, with a pool of `num_pages` pages. With the request's `profile` it yields only
         blocks of kernels, and nothing for stages after the first.
 
-        Kernels by themselves (of the first stage only) come first.
+        Kernels by themselves (of the first stage only) come first, because Mosaic GPU prints a kernel's figures only
+        once per process.
         """
         if self.request.profile:
             yield from stage.blocks() if stage is self.stages[0] else ()

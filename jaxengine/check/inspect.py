@@ -46,7 +46,8 @@ def program_text(compiled: Any, dumps: Path | None) -> str:
     """Return the optimised HLO of a compiled program as text.
 
     dumps: folder of the compiler's dumps; the largest dump after code generation is read, or else the largest after
-    optimisations. Without a dump, or if None, the text comes from the compiled program.
+    optimisations, because jaxlib cannot always parse the HLO of a newer libtpu. Without a dump, or if None, the text
+    comes from the compiled program.
     """
     if dumps is not None:
         for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):

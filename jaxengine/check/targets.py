@@ -1,6 +1,7 @@
 """Devices that a check compiles for: settings of their compilers, and figures for a roofline.
 
-Figures are the vendors' published ones for dense bfloat16, HBM as the compiler reports it free. Imports no jax.
+Figures are the vendors' published ones for dense bfloat16, HBM as the compiler reports it free. Imports no jax, because
+the process that does not compile reads this file too.
 """
 
 from __future__ import annotations

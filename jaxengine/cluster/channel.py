@@ -2,8 +2,8 @@
 
 Both ends share a key from a file. For each connection they agree on a secret (X25519), and each proves that it has the
 key by an HMAC-SHA256 over both public values, the secret and its role. Messages are encrypted with ChaCha20-Poly1305,
-by a key for the connection and direction and with their number as nonce, so nobody else can read, change, repeat or
-drop one unnoticed. Someone who learns the shared key later still cannot read a recorded connection.
+by a key for the connection and direction and with their number as nonce, so nobody else can read, change, repeat, drop
+or reflect one unnoticed. Someone who learns the shared key later still cannot read a recorded connection.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def _packages() -> Iterator[str]:
 def _devices() -> Iterator[str]:
     """Yield lines about the devices.
 
-    A separate process lists jax's devices. nvidia-smi is run if it is installed.
+    A separate process lists jax's devices, because another program may hold them exclusively. nvidia-smi is run if it
+    is installed.
     """
     yield from _output([sys.executable, "-c", _DEVICES], "jax's devices cannot be listed")
     if shutil.which(_GPUS[0]):

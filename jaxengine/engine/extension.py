@@ -187,7 +187,7 @@ def reset_caches(scheduler: Scheduler, *, prefixes: bool = True) -> None:
 
 def preempt_stale(loop: Loop, kv: KVMode, which: Callable[[Request], bool] | None = None) -> None:
     """Preempt running requests, whose keys and values earlier weights have computed. Must be called with no step in
-    flight. Does nothing for kv="keep", unless the model pools.
+    flight. Does nothing for kv="keep", unless the model pools: one result would then be of several weights.
 
     which: selects the requests; None for all.
     """

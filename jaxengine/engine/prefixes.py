@@ -20,7 +20,7 @@ def known_prefixes(engine: Engine, most_bytes: int) -> dict[str, Any]:
     digest of each adapter by name.
 
     If the digests of all pages take more than `most_bytes`, only those whose lowest k bits are 0 are returned, with the
-    smallest k that makes them fit.
+    smallest k that makes them fit. So all engines leave out the same prefixes.
     """
     keys = [key for rank in engine.scheduler.ranks for key in rank.pool.digests]
     digests = b"".join(keys)

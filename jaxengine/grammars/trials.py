@@ -2,7 +2,7 @@
 
 A grammar that takes too long is killed together with its process, which holds no other grammar, and its verdict is
 recorded, so that the next request with it is refused, or served, at once. There are two processes, and a client gets
-only one at a time.
+only one at a time: a client that sends many slow grammars delays only itself.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def _owned(path: str, flags: int) -> int:
-    """Open the file at `path` with the mode 0o600; an `opener` for `open`. flags: as of os.open. Returns the
-    descriptor.
+    """Open the file at `path` with the mode 0o600, as records hold what users sent; an `opener` for `open`. flags: as
+    of os.open. Returns the descriptor.
     """
     return os.open(path, flags, 0o600)
 

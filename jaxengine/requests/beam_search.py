@@ -72,7 +72,7 @@ class BeamSearchParams:
     def token_params(self) -> SamplingParams:
         """Return the sampling parameters of a request for one token after a beam, with logprobs of the 2 * beam_width
         likeliest tokens. End-of-sequence tokens do not end it, and its output is not detokenised. A temperature of 0
-        becomes 1.
+        becomes 1, as processed logprobs would have only the best token.
         """
         return SamplingParams(
             max_tokens=1,
@@ -202,7 +202,8 @@ class BeamSearch:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         """Return a number that orders beams like cum_logprob / length ** length_penalty: length_penalty * log(length) -
-        log(-cum_logprob); infinity for a cum_logprob of 0. The length is the number of generated tokens.
+        log(-cum_logprob); infinity for a cum_logprob of 0. The length is the number of generated tokens. The quotient
+        itself would leave the range of a float for long outputs.
         """
         if beam.cum_logprob >= 0:
             return math.inf

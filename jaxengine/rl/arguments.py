@@ -152,7 +152,7 @@ def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array
 
 def _check_axes(arguments: dict[str, Any]) -> None:
     """Raise ValueError, with the argument's name, if an array in `arguments` (trees by name) is sharded over explicit
-    mesh axes.
+    mesh axes, as XLA must choose the sharding of arrays between layers.
     """
     for name, tree in arguments.items():
         for leaf in jax.tree.leaves(tree):

@@ -54,7 +54,8 @@ def named_tensors(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class JaxengineInferenceContext(_base.BaseInferenceContext):
     """marin's interface of an inference engine, over an `LLM`, which `shutdown` ends.
 
-    Log-probabilities are the engine's: start it with logprobs_mode="processed_logprobs" for a temperature other than 1.
+    Log-probabilities are the engine's: start it with logprobs_mode="processed_logprobs" for a temperature other than 1,
+    as marin's losses divide logits by it.
 
     Attributes:
       tokenizer: the model's tokenizer, as a transformers object.

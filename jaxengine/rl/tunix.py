@@ -193,9 +193,9 @@ class JaxengineRollout(_tunix.BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Replace the engine's weights by the trained ones, all of them or, with WeightUpdateError, none.
 
-        params: an nnx.State of the kind of model that `__init__` was given. The arrays of a TunixModel are copied.
-        Raises ValueError for LoRA parameters (`filter_types` has their type), and for a TunixModel if `params` has
-        other weights than the trained ones.
+        params: an nnx.State of the kind of model that `__init__` was given. The arrays of a TunixModel are copied, as a
+        trainer may donate them later. Raises ValueError for LoRA parameters (`filter_types` has their type), and for a
+        TunixModel if `params` has other weights than the trained ones.
         """
         if any(isinstance(kind, type) and issubclass(kind, nnx.LoRAParam) for kind in filter_types or ()):
             raise ValueError("LoRA parameters are not taken: merge them into the weights, or train all weights")

@@ -40,7 +40,7 @@ class CompileWatch:
 
 
 def _listen() -> None:
-    """Register the listener of jax's compilation events once."""
+    """Register the listener of jax's compilation events once, for all engines: jax cannot remove it."""
     global _registered
     with _listening:
         if not _registered:

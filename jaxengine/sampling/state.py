@@ -93,7 +93,7 @@ def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> Sa
 
 def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """Return the array [R] with values [M] written at slots i32[M], which are distinct where they are < R. Slots >= R
-    are ignored.
+    are ignored. It compares and selects, as XLA:TPU scatters into so small an array slowly or on the SparseCore.
     """
     written = slots[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = jnp.sum(jnp.where(written, values[:, None], jnp.zeros((), array.dtype)), axis=0, dtype=array.dtype)

@@ -1,11 +1,11 @@
 """Truncation of a distribution over the vocabulary and sampling from it, for every row of logits f32[S, V] at once.
 
 The vocabulary is never sorted. One number describes the kept tokens of a row, the lowest kept logit: taken from the
-row's best tokens if they decide it, else found by bisection, exact either way. A draw is the best token after noise of
-its own is added to each logit, so another rounding of the logits hardly ever changes it. Each row's arithmetic has the
-same order whatever S is. These are pure functions of arrays; per-row arguments are [S, 1]. If the vocabulary is split
-over n devices, each has f32[S, V / n]; fixed_order and top_tokens make the exchanges, and every device finds the same
-numbers.
+row's best tokens if they decide it, else found by bisection, exact either way; equal logits are kept or dropped
+together. A draw is the best token after noise of its own is added to each logit, so another rounding of the logits
+hardly ever changes it. Each row's arithmetic has the same order whatever S is. These are pure functions of arrays;
+per-row arguments are [S, 1]. If the vocabulary is split over n devices, each has f32[S, V / n]; fixed_order and
+top_tokens make the exchanges, and every device finds the same numbers.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def _exponential(keys: jax.Array, ids: jax.Array) -> jax.Array:
     """Return exponentially distributed numbers f32[S, C], each a function of its row's key u32[S, 2] and its token's id
     u32[C] alone.
 
-    The result is positive and finite. Small results, which decide a draw, have full float32 precision.
+    The result is positive and finite, so that a single token is drawn whatever its number is. Small results, which
+    decide a draw, have full float32 precision.
     """
     bits = _mix(_mix(ids * jnp.uint32(0x9E3779B9) + keys[:, :1]) ^ keys[:, 1:])
     below_one = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
@@ -213,6 +214,8 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _unordered(key: jax.Array) -> jax.Array:
-    """Return the float32 numbers whose `_ordered` keys are given, i32; subnormal numbers become 0."""
+    """Return the float32 numbers whose `_ordered` keys are given, i32; subnormal numbers become 0, because XLA:CPU
+    compares them as 0 and numpy does not.
+    """
     x = lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)

@@ -55,10 +55,10 @@ def checked_messages(messages: Any, joint: str = "\n") -> list[Message]:
 def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
     """Yield the distinct variants of checked messages that `template` may accept, the likeliest first.
 
-    A missing content is None for templates that test for it, otherwise a missing key; a further variant has "".
-    Arguments of earlier calls are objects, or, in a further variant, the text that the model wrote. Instructions vary
-    as in `_instructed`. If an answer has calls, reasoning and a content, and `template` has the word THINKING, all
-    variants follow once more without the key THINKING in such answers.
+    A missing content is None for templates that test for it, otherwise a missing key, since they would print "None"; a
+    further variant has "". Arguments of earlier calls are objects, or, in a further variant, the text that the model
+    wrote. Instructions vary as in `_instructed`. If an answer has calls, reasoning and a content, and `template` has
+    the word THINKING, all variants follow once more without the key THINKING in such answers.
     """
     for placed in _instructed(messages, template):
         yield from _ways_to_write(placed, template)
@@ -134,7 +134,8 @@ def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[
 
 
 def plain(value: Any, param: str, depth: int = 0) -> Any:
-    """Return a copy of a value in plain JSON types. Mappings become dicts, and tuples lists.
+    """Return a copy of a value in plain JSON types, because a template could reach the methods of other types. Mappings
+    become dicts, and tuples lists.
 
     param: name of the argument in errors. depth: number of levels that already enclose the value. Raises RequestError
     for other types, keys that are not texts, floats that are not finite, and more than MAX_DEPTH levels.

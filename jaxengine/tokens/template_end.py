@@ -25,7 +25,8 @@ def template_end(tokenizer: Any) -> int | None:
 
     Returns None if the template writes no such token, if that token begins a turn, or if rendering fails. Also returns
     None, without rendering, if the tokenizer has several templates or none, or if its template contains a known end and
-    no unknown token. tokenizer: a jaxengine.tokens.tokenizer.Tokenizer.
+    no unknown token. tokenizer: a jaxengine.tokens.tokenizer.Tokenizer; not imported, because that module imports this
+    one.
     """
     tokens = {token.content: at for at, token in tokenizer.backend.get_added_tokens_decoder().items()}
     if not _may_find_more(tokenizer, tokens):

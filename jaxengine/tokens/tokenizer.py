@@ -225,7 +225,7 @@ class Tokenizer:
         """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD, and ids outside the vocabulary are left
         out. skip_special_tokens: leave out ids in all_special_ids too.
 
-        If the decoder fails, the result is one U+FFFD.
+        If the decoder fails, the result is one U+FFFD, because a request must not fail on the model's output.
         """
         try:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

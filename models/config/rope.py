@@ -257,7 +257,8 @@ class Rope:
         """Return the rope for an engine whose sequences have at most `num_positions` tokens.
 
         With longrope it has explicit factors: the long ones if `num_positions` exceeds the original context, otherwise
-        the short ones. Other ropes are returned unchanged.
+        the short ones. The set is chosen once for all sequences, as in vLLM: a choice by length would rotate cached
+        keys otherwise. Other ropes are returned unchanged.
         """
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "longrope":

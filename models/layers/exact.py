@@ -62,7 +62,9 @@ class ExactTokens(NamedTuple):
 
 
 def room_of(num_tokens: int) -> int:
-    """Return the smallest multiple of ROWS that is at least `num_tokens` and at least two blocks."""
+    """Return the smallest multiple of ROWS that is at least `num_tokens` and at least two blocks, because XLA compiles
+    a different loop body for one block.
+    """
     return max(-(-num_tokens // ROWS), 2) * ROWS
 
 
@@ -87,8 +89,9 @@ def run_tokens(
     `num_tokens` on are meaningless.
 
     forward: the model's forward pass over the tokens of one block. tokens: n is a result of `room_of`. tables: function
-    from sequences to their page tables. num_tokens: i32[], number of real tokens; it must not be a constant. loads: the
-    load i32[E] of each layer with experts is added to it; None to count none.
+    from sequences to their page tables. num_tokens: i32[], number of real tokens; it must not be a constant, because
+    XLA unrolls a loop of one trip. loads: the load i32[E] of each layer with experts is added to it; None to count
+    none.
     """
     config, counts = model.config, None
     hidden = jnp.zeros((tokens.token_ids.shape[0], config.hidden_size), model.build.dtype)

@@ -21,8 +21,9 @@ class Slots:
     whose ids the host has. They differ by the tokens of steps in flight. The first `num_fed` tokens were known when the
     request took the slot, and the host sends their ids; after them each step feeds the token sampled before it. `limit`
     is the number of tokens, prompt included, at which the request ends. `min_stop` is the number of tokens from which
-    on a stop token ends it. `epoch` changes with every owner. `last_step` is the number of the last step in which the
-    slot had a row, and `last_token_time` the time at which its last token arrived.
+    on a stop token ends it. `epoch` changes with every owner, so that results of an earlier one are recognised.
+    `last_step` is the number of the last step in which the slot had a row, and `last_token_time` the time at which its
+    last token arrived.
 
     Attributes:
       requests: object [max_num_seqs], the owners, None for a free slot.

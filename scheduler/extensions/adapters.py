@@ -218,7 +218,8 @@ class AdapterSlots:
 
     def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
         """Return whether a slot may be taken for the request: it has no owner, or its owner is on the devices, no
-        running request uses it, and it is not promised to a waiting request of the same or earlier order.
+        running request uses it, and it is not promised to a waiting request of the same or earlier order: a later one
+        may wait for this one's claim.
 
         is_running: bool [slots], slots whose adapters running requests use.
         """

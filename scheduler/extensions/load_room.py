@@ -89,8 +89,9 @@ class LoadRoom:
 
     The slot and the pages of a request count from the start of its load until the request runs or has ended. Those of a
     load from another engine count only while it has a claim (`Load.has_claim`). Before that, and while nothing comes,
-    they count only for other loads from other engines. If its pages come after all, they may replace those of other
-    loads, whose tokens are then computed.
+    they count only for other loads from other engines, so that a dead or slow engine delays no load from this engine's
+    own store for long. If its pages come after all, they may replace those of other loads, whose tokens are then
+    computed.
 
     Pages that running requests hold are not free and do not count; pages of several loads count once.
 

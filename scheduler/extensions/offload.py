@@ -4,7 +4,8 @@ Pages and snapshots are stored under their digests when they are about to be ove
 A request that could reuse a longer prefix with stored ones waits, outside the queue, while they are loaded. They become
 cached pages that no request holds, so its admission finds them like any others. No request waits twice for the same
 pages: if they were overwritten in the meantime, its tokens are computed. Only as many are loaded at once as there are
-free pages and slots for. A request whose pages must wait for room stays first in the queue.
+free pages and slots for, so that pages do not overwrite each other before their requests run. A request whose pages
+must wait for room stays first in the queue.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The script's argument is the job: {"gguf": path, "variant": name, "threads": n, 
 of tokens that all prompts share, "share_prefix": whether the engine may compute that prefix once}. Each output line is
 its result: {"seconds": s, "output_tokens": n, "first_token_seconds": mean or null, "peak_rss": peak resident bytes of
 the process, mapped files included, or null}, or {"skipped": reason}. Nothing may be cached between workloads. Standard
-library only.
+library only, as it runs in the interpreter of the measured engine.
 """
 
 from __future__ import annotations

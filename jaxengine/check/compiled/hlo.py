@@ -206,8 +206,8 @@ class MustNotCopy:
 
     Attributes:
       pools: element count -> name, of arrays that only in-place updates may produce.
-      weights: element count -> name, of arrays that are only read. An instruction counts only if its operand is a
-        parameter of its computation.
+      weights: element count -> name, of arrays that are only read. An activation may have the same count, so an
+        instruction counts only if its operand is a parameter of its computation.
       states: HLO type such as "s32[256,128]" -> name, of arrays that are updated row by row; counted like weights.
     """
 

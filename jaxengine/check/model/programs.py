@@ -381,7 +381,8 @@ class StagePrograms:
         """Return the arrays that a step must not copy: the pool `kv`, weight matrices, and state arrays and adapter
         pools of _SMALL bytes or more.
 
-        num_logits: rows of the step's logits. An array of their type is left out.
+        num_logits: rows of the step's logits. An array of their type is left out, because the logits may have a state's
+        type.
         """
         named = list(zip(self._names, self.params, strict=True))
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]

@@ -63,8 +63,9 @@ class Elsewhere(Place):
         """Read the blocks of these keys from the other engine, at most MAX_KEYS per request, and yield (key, block) for
         those that it has.
 
-        An answer that lacks a key is the last. Once `is_over` returns True, a read ends with the blocks that have come.
-        An OSError ends the iteration; it is logged, not raised. Counts the blocks and the failure in the stats.
+        An answer that lacks a key is the last, because a prefix ends with its first missing page. Once `is_over`
+        returns True, a read ends with the blocks that have come. An OSError ends the iteration; it is logged, not
+        raised. Counts the blocks and the failure in the stats.
         """
         reader = self._transport.open(self._source)
         try:

@@ -68,7 +68,8 @@ class RoutedExperts(LoopExtension):
     """Loop extension that returns the routed experts of all tokens to all requests, each token once.
 
     A preempted or held request is computed again from its first token. It keeps the experts with which its tokens were
-    sampled; those of the second computation are left out.
+    sampled; those of the second computation are left out. Steps are collected in order, so a page's experts are read
+    after all steps that wrote them, and before any that overwrites them.
     """
 
     def __init__(self) -> None:

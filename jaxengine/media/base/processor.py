@@ -55,7 +55,8 @@ class Expanded(NamedTuple):
 
 def check_room(modality: str, num_patches: int, most: int | None) -> None:
     """Raise RequestError for an item of the modality if num_patches is more than `most`, the limit of the tower's
-    largest call; None for no limit.
+    largest call; None for no limit. It is called before patches are computed, as a small image may be resized to a
+    large one.
     """
     if most is not None and num_patches > most:
         problem = (

@@ -56,7 +56,8 @@ class TimedFile(io.BytesIO):
     """File in memory that limits its decoder's time, reads and bytes.
 
     `read` and `check` raise MediaError once the thread that opened the file and decodes it has used MAX_SECONDS of
-    processor time. `read` also raises after more than MAX_READS reads, or MAX_PASSES times the file's bytes and 1 MiB.
+    processor time. `read` also raises after more than MAX_READS reads, or MAX_PASSES times the file's bytes and 1 MiB:
+    a small file may have millions of parts, or parts that overlap.
     """
 
     def __init__(self, data: bytes):

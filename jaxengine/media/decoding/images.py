@@ -28,7 +28,7 @@ ALLOWED = ", ".join(IMAGES)
 
 class _Jpeg(JpegImagePlugin.JpegImageFile):
     def _read_dpi_from_exif(self) -> None:
-        """Do nothing: the resolution is not used."""
+        """Do nothing: the resolution is not used, and finding it would mean parsing untrusted EXIF."""
 
 
 class _Tiff(TiffImagePlugin.TiffImageFile):
@@ -81,7 +81,7 @@ _ARRAYS = "uint8 of shape [H, W, 3], [H, W, 4], [H, W, 1] or [H, W]"
 
 
 def quiet_pillow() -> None:
-    """Switch off the warnings and the log of Pillow for the whole process."""
+    """Switch off the warnings and the log of Pillow for the whole process, since untrusted files could fill them."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("PIL").setLevel(logging.CRITICAL + 1)
 

@@ -168,8 +168,9 @@ def _linear(codes: np.ndarray, is_mu: bool) -> np.ndarray:
 def _read_av(data: bytes, name: str, budget: SecondsBudget, model_rate: int) -> np.ndarray:
     """Return samples f32[N] at model_rate of a sound file, decoded by PyAV, and take their seconds from the budget.
 
-    name: the file's type, a key of _DEMUXERS. Raises MediaError without PyAV, for a damaged file, no sound in it, a
-    codec that is not allowed, and more seconds than the budget has.
+    name: the file's type, a key of _DEMUXERS. Samples are resampled while they are decoded, because a small file may
+    have many. Raises MediaError without PyAV, for a damaged file, no sound in it, a codec that is not allowed, and more
+    seconds than the budget has.
     """
     try:
         import av  # pyright: ignore[reportMissingImports]

@@ -351,8 +351,9 @@ class Molmo2Processor(CropsProcessor):
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Return the prompt with its placeholders expanded for its items, given by modality in order, after the
-        tokenizer's first token, which is added where it is missing. With a video the prompt's text is tokenized again.
-        `joint` of the result are the positions of all tokens of items.
+        tokenizer's first token, which is added where it is missing. With a video the prompt's text is tokenized again,
+        because the first frame's time belongs to the text before it. `joint` of the result are the positions of all
+        tokens of items.
 
         Raises RequestError for another number of items than placeholders, for several videos, and for a video with
         images.
@@ -376,7 +377,8 @@ class Molmo2Processor(CropsProcessor):
 
 def stretched(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return uint8[H, W, 3] resized to uint8[height, width, 3], linearly between the two by two pixels around a place,
-    however many there are (torch's bilinear interpolation without antialiasing), rounded half to even.
+    however many there are (torch's bilinear interpolation without antialiasing), rounded half to even. In integers:
+    next to a half, the rounding of torch's float32 depends on the machine.
     """
     if picture.shape[:2] == (height, width):
         return picture

@@ -62,8 +62,8 @@ class Phi3VisionProcessor(Phi4MultimodalProcessor):
         """Return an image, uint8[H, W, 3], fitted into rows and columns of tiles, uint8[rows * side, columns * side, 3]
         with half of the margin, rounded down, before it and the rest after it; and (lines, columns) of all patches.
 
-        A tall image is transposed before it is scaled. Raises RequestError for an image that would have no pixels
-        across.
+        A tall image is transposed before it is scaled, which decides how pixels are rounded. Raises RequestError for an
+        image that would have no pixels across.
         """
         height, width = picture.shape[:2]
         is_tall = width < height

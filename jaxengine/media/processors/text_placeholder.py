@@ -92,7 +92,8 @@ def with_tokens_of(
     from such a text to the token.
 
     token_ids: token ids of the whole text, tokenized with or without special tokens at its beginning, which are kept.
-    The text between placeholders is tokenized again. Token ids that are not those of `text` are returned unchanged.
+    The text between placeholders is tokenized again, because tokens may depend on the text around them. Token ids that
+    are not those of `text` are returned unchanged.
     """
     plain: list[int] = tokenizer.encode(text, add_special_tokens=False)
     before = len(token_ids) - len(plain)

@@ -33,8 +33,9 @@ from jaxengine.scheduler.base.errors import RequestError
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
     """Return the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
 
-    A plain number stands for all sides of the first of these; not for a longest edge. Sides that are None are ignored.
-    Raises ModelConfigError for other keys, and for pixels outside 1 to MAX_SIDE.
+    A plain number stands for all sides of the first of these; not for a longest edge, as transformers would stretch
+    images to a square. Sides that are None are ignored. Raises ModelConfigError for other keys, and for pixels outside
+    1 to MAX_SIDE.
     """
     value = fields.value(name)
     if type(value) is int and allowed[0] != ("longest_edge",):

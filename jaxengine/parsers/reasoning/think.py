@@ -2,9 +2,10 @@
 
 The opening word may be in the prompt already. Later occurrences belong to the answer.
 
-A model may call a tool without the word that ends its reasoning. As in vLLM the beginning of a call ends the reasoning.
-Unlike in vLLM, where any opening word of a call counts, it must be the beginning of a call of a function that the
-request has, so reasoning may mention calls. An end word after the call is removed, see message.py.
+A model may call a tool without the word that ends its reasoning. As in vLLM the beginning of a call ends the reasoning:
+waiting for an end word would hold the call back until the output ends. Unlike in vLLM, where any opening word of a call
+counts, it must be the beginning of a call of a function that the request has, so reasoning may mention calls. An end
+word after the call is removed, see message.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ _MAX_READINGS, _MAX_CHARS = 32, 1 << 17
 def requoted(text: str) -> Iterator[str]:
     """Yield the ways to read the first string of `text` that its next quotation mark cannot end: for each later mark
     that could end it, the text with the marks in between escaped. Nothing if the next mark could end each string,
-    or if there are more than _MAX_READINGS ways or they have more than _MAX_CHARS characters together.
+    or if there are more than _MAX_READINGS ways or they have more than _MAX_CHARS characters together. Takes linear
+    time.
     """
     at = 0
     while (opening := _OPENING.search(text, at)) is not None:

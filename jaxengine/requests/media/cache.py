@@ -1,6 +1,7 @@
 """Caches of preprocessed images and videos by digest, up to a number of bytes.
 
-Two `LeastRecent` caches used in the same order with the same sizes hold the same keys.
+Two `LeastRecent` caches used in the same order with the same sizes hold the same keys, so two processes agree on it
+without messages.
 """
 
 from __future__ import annotations

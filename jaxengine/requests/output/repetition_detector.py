@@ -1,4 +1,4 @@
-"""Detection of an output that repeats itself, see RepetitionDetectionParams."""
+"""Detection of an output that repeats itself, see RepetitionDetectionParams. A module of its own, as it needs numpy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Arrays of tokens that forward passes leave and host 0 fetches, of all replicas.
 
-In an engine of several processes every device leaves the tokens of all replicas.
+In an engine of several processes every device leaves the tokens of all replicas, as host 0 can fetch only what it has.
 """
 
 from __future__ import annotations

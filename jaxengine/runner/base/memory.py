@@ -1,7 +1,7 @@
 """Memory plan: how many KV pages fit into a device's memory after weights, loaded programs and their workspace.
 
 On a CPU the engine shares memory with everything else. The pool is therefore sized by need, and the memory in use is
-the process's anonymous memory.
+the process's anonymous memory, since pages of files can be dropped at any time.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class _Plan:
     def _overwritten(self, indices: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
         """Return the positions of a part's inputs that are donated, so that outputs with the same signature can take
         their memory. An input is donated if the chain may overwrite it, it is large, no later part reads it, and an
-        output of its signature is left.
+        output of its signature is left, as each output takes the memory of one input.
 
         indices: index of the value of each input. last: indices of the values that no later part reads. outputs: the
         part's output variables.

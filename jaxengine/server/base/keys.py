@@ -32,7 +32,7 @@ class Keys:
 
     def name_of(self, digest: bytes) -> str | None:
         """Return "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index, from 0, among
-        the keys given; None for an unknown key.
+        the keys given; None for an unknown key. The name reveals nothing about the key.
         """
         for name, digests in (("key", self._clients), ("admin-key", self._admins)):
             if (number := _index(digest, digests)) is not None:
@@ -92,6 +92,8 @@ def _bearer(value: bytes) -> bytes:
 
 
 def _index(digest: bytes, digests: Iterable[bytes]) -> int | None:
-    """Return the index of the first of `digests` that equals `digest`; None if none does. Compares all of them."""
+    """Return the index of the first of `digests` that equals `digest`; None if none does. Compares all of them, so that
+    the time does not depend on the result.
+    """
     found = [hmac.compare_digest(digest, each) for each in digests]
     return found.index(True) if True in found else None

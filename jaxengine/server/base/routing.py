@@ -49,7 +49,8 @@ class Replicas:
     def add(self, name: str) -> int:
         """Add a replica without requests, adapters and pages, and return its number, the lowest that is free.
 
-        name: unique name, the same in all routers. Raises ValueError if a replica of this name has been added already.
+        name: unique name, the same in all routers, because ties are decided by a hash of it. Raises ValueError if a
+        replica of this name has been added already.
         """
         if name in self._number_of:
             raise ValueError(f"name is {name!r}; a replica of this name is there already")
@@ -171,8 +172,8 @@ class Replicas:
 
         A replica's cost is its number of requests, plus `imbalance` times the share of the prompt that it would have to
         compute, plus `imbalance` if it would have to load the adapter, plus twice `imbalance` if another replica is the
-        session's. The session's replica, and ties, are decided by a hash of names. Draining replicas are chosen only if
-        all are draining. Raises ValueError if there are no replicas.
+        session's. The session's replica, and ties, are decided by a hash of names, in all routers alike. Draining
+        replicas are chosen only if all are draining. Raises ValueError if there are no replicas.
 
         Args:
           request_digests: short digests of the prompt's full pages, in order; empty if they are not known.
@@ -197,8 +198,9 @@ class Replicas:
         """Subtract from the costs f64[numbers], in place, `worth` for each page of the prompt that a replica has
         cached.
 
-        The last digest that a replica has counts for all pages up to it. It stops early once no shorter prefix can make
-        any replica the cheapest.
+        A digest identifies the whole prefix up to its page, and replicas may publish only some, so the last digest that
+        a replica has counts for all pages up to it. It stops early once no shorter prefix can make any replica the
+        cheapest.
         """
         floor, least, holders, seen = costs.min(), np.inf, self._holders, 0
         for number in range(len(digests), 0, -1):

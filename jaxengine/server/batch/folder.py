@@ -1,6 +1,7 @@
 """Records of several owners in a folder: a JSON file for each, FOLDER/owners/OWNER/ID.json.
 
-A record is written whole or not at all: a line of JSON, then the SHA-256 of that line in hexadecimal.
+A record is written whole or not at all: a line of JSON, then the SHA-256 of that line in hexadecimal, without which a
+flipped bit could go unnoticed.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def check_lifetime(seconds: int | None, name: str) -> int | None:
 
 
 def _new_id() -> str:
-    """Return 32 hexadecimal digits: 16 of the time in nanoseconds, then 16 random ones."""
+    """Return 32 hexadecimal digits: 16 of the time in nanoseconds, so that ids sort by time, then 16 random ones."""
     return f"{time.time_ns():016x}{secrets.token_hex(8)}"
 
 

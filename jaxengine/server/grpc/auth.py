@@ -18,7 +18,8 @@ ADMIN = "/jaxengine.v1.Admin/"
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor that ends calls without a valid key, those of unknown methods included, before their message is read.
 
-    The Admin service accepts only operators' keys; the health service needs none. OWNER is set for the call.
+    The Admin service accepts only operators' keys; the health service needs none. OWNER is set for the call, so that
+    clients share image reading fairly.
     """
 
     def __init__(self, keys: Keys):

@@ -1,6 +1,7 @@
 """Connection of an API process to the engine's process; it is replaced whenever the engine restarts.
 
-Each connection begins with Hello and has a socket of its own.
+Each connection begins with Hello and has a socket of its own, so that no message for a dead engine reaches the next
+one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class MediaReceiver:
     """Reader of one connection's messages, which must be read in their order.
 
     Pixels that arrive in a message are cached as the sender's `KeySender` assumes. Pixels in shared memory are copied
-    when the message is read.
+    when the message is read, since the sender may overwrite them afterwards.
     """
 
     def __init__(self, max_bytes: int, stats: MediaStats | None):

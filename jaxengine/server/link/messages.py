@@ -228,7 +228,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     """Results of a step for one API process.
 
     Attributes:
-      number: counts the updates of this connection from 1.
+      number: counts the updates of this connection from 1, so that a lost one is detected.
       received: number of the last Submit that was read.
       load: the engine's load.
       handles, token_ids: i32[n], a token of each of these requests.

@@ -52,7 +52,7 @@ class SendQueue:
         pixels of all images.
 
         Raises the errors of `media.message`, such as RuntimeError for pixels that were dropped. Nothing is appended
-        then, and `media` is reset.
+        then, and `media` is reset, so that nothing counts as cached.
         """
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:

@@ -1,7 +1,8 @@
 """Shared memory for images: an API process writes each image once, and every later request of the engine finds it
 there.
 
-The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor.
+The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor: nothing remains of it once both
+processes have ended.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class SharedSender(KeepingSender):
     """Sender with the keys in this process and the pixels in shared memory, where they stay until the engine has read
     the messages that refer to them.
 
-    Each epoch has its own memory.
+    Each epoch has its own memory, so that an abandoned connection never finds other data.
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):
@@ -200,7 +201,7 @@ class SharedSender(KeepingSender):
 
     def lost(self) -> None:
         """Begin a new epoch for the next connection, with nothing cached and a new memory (without one if there was
-        none). All earlier memory is closed.
+        none). All earlier memory is closed, as the messages of the old connection will not be read.
         """
         with self._lock:
             # Messages of the old connection will not be read.

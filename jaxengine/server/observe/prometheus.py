@@ -1,6 +1,7 @@
 """GET /metrics: the engine's counters in Prometheus' text format.
 
-The metrics belong to the engine, so every API process answers the same.
+The metrics belong to the engine, so every API process answers the same. OpenMetrics is not offered: prometheus_client
+would replace the ":" of the names with "_".
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def scrub(message: str, kept: str = "") -> str:
     paths by "<path>", object addresses by "<address>". It is cut to MAX_MESSAGE_CHARS and "..." if it is longer.
 
     A path is absolute and begins with a folder at the root of this machine's file system, or with a drive. Whether it
-    exists is not checked. Other texts with slashes stay. kept: text that the caller wrote or may see, and that the
-    message quotes; paths in it stay.
+    exists is not checked, because the caller could then probe for files. Other texts with slashes stay. kept: text that
+    the caller wrote or may see, and that the message quotes; paths in it stay.
     """
 
     def replace(found: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """API process: HTTP and gRPC on one event loop, as a client of an engine in another process.
 
-The supervisor owns the listening sockets.
+The supervisor owns the listening sockets, so that API processes share a port and a restarted one takes it over.
 """
 
 from __future__ import annotations

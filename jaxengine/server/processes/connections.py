@@ -85,7 +85,7 @@ class Connections:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol with an idle timeout. It uses h11."""
+    """uvicorn's protocol with an idle timeout. It uses h11 because httptools does not limit the size of headers."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -76,7 +76,8 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
     """Make the system drop connections accepted by `listener` whose clients acknowledge no sent data for `seconds`
     (TCP_USER_TIMEOUT, rounded up to milliseconds).
 
-    Does nothing for Unix domain sockets, and on systems without this socket option (all but Linux).
+    A server can only close such a connection, and closing waits for the client too. Does nothing for Unix domain
+    sockets, and on systems without this socket option (all but Linux).
     """
     if hasattr(socket, "TCP_USER_TIMEOUT") and listener.family != socket.AF_UNIX:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))

@@ -50,7 +50,7 @@ _SESSIONS = "/v1/sessions/"
 
 class _Body(msgspec.Struct):
     """Fields of a request's body by which it is routed. Fields with other names or types are skipped without building
-    values.
+    values, since a body may contain millions of lists.
     """
 
     model: str | None = None

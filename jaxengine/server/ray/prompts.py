@@ -69,8 +69,8 @@ class PromptReader:
         other media, or is not valid. Runs the HTTP application on the request until it calls the engine, and then
         cancels it.
 
-        scope: ASGI scope with the same headers as the replica gets. adapter: the adapter's name in the request, or
-        None.
+        scope: ASGI scope with the same headers as the replica gets: without a session, their request id decides which
+        adapter a name of lora_routes stands for. adapter: the adapter's name in the request, or None.
         """
         if _MEDIA.search(body):
             return (), None

@@ -105,7 +105,7 @@ class Responder:
                 said.get_nowait()
 
     def _ended(self, work: asyncio.Task[None]) -> None:
-        """Remove a finished task from the set of running ones, and retrieve its exception."""
+        """Remove a finished task from the set of running ones, and retrieve its exception, which asyncio would log."""
         self._running.discard(work)
         if not work.cancelled():
             work.exception()  # mark as retrieved: the caller may have left

@@ -44,7 +44,7 @@ class MistralDialect:
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with results of tools as the version of the format has them: up to 3 with is_json, and JSON
-        in one form; from 11 on in the order of their calls.
+        in one form; from 11 on in the order of their calls, as from 13 on they have no ids.
         """
         if self._version < 7:
             return [_result(each) if each["role"] == "tool" else each for each in messages]

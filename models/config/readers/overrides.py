@@ -54,7 +54,8 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 def _as_long(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the fields with the context length to which a yarn scaling that gives its original length
-    stretches it, if that is longer than the present one. Linear scaling is not applied.
+    stretches it, if that is longer than the present one. Linear scaling is not applied, because some files have its
+    length already.
     """
     rope = next((fields[name] for name in reversed(_MAPPINGS) if isinstance(fields.get(name), Mapping)), {})
     own = rope[FULL] if isinstance(rope.get(FULL), Mapping) else rope

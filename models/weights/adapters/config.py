@@ -167,9 +167,10 @@ class AdapterConfig:
         module of the model that the configuration names and the file lacks.
 
         Names that match no module of this model are ignored, and with "all-linear" the file need not have any. A module
-        is excluded if any of the names that files may have for it is. Single experts may be missing. stored: for each
-        module in the file that may be there, by the model's name, the file's name of it. held: the model's names of all
-        modules in the file. Raises ModelFileError if expressions take too many steps.
+        is excluded if any of the names that files may have for it is. Single experts may be missing, because
+        transformers may store them as one parameter. stored: for each module in the file that may be there, by the
+        model's name, the file's name of it. held: the model's names of all modules in the file. Raises ModelFileError
+        if expressions take too many steps.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):

@@ -181,7 +181,9 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
 
 
 def _check_files(weights: Path) -> None:
-    """Raise ModelFileError if the folder `weights` holds anything but regular files and folders, at any depth."""
+    """Raise ModelFileError if the folder `weights` holds anything but regular files and folders, at any depth: Orbax
+    follows links and hangs on pipes.
+    """
     for folder, folders, files in os.walk(weights):
         for name in (*folders, *files):
             mode = os.lstat(Path(folder) / name).st_mode

@@ -251,7 +251,7 @@ class _Program:
 
     def _add(self, items: Iterable[tuple[Any, Any]]) -> None:
         """Add pairs of a key and a value to the dict on top of the stack. Raises TorchFileError for anything but a dict
-        and for keys that are not strings.
+        and for keys that are not strings: hashing a tuple could take as long as a file likes.
         """
         for key, value in items:
             if type(held := self._stack[-1]) is not dict or not isinstance(key, str):

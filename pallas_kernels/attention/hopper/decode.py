@@ -8,7 +8,8 @@ after them hold stale data, which affects no other row. Global memory holds M ro
 multiple of 8. I, C, R and Q are the numbers of items, CTAs, rows and tokens of a row of `DecodeItems`.
 
 The pool [P, K, page * 2 * H] is viewed as rows [P * K * 2 * page, H]: for each (page, kv head) page_size rows of keys,
-then as many of values. A block smaller than a page is a part of it; a larger one takes one box per page.
+then as many of values, because a tiled TMA box has at most five dimensions. A block smaller than a page is a part of
+it; a larger one takes one box per page.
 """
 
 from __future__ import annotations
@@ -294,7 +295,7 @@ def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, 
     sequence `seq`.
 
     low, high: first and last page-table column of the item, both inclusive. A box outside of them gets the page of the
-    nearest of the two.
+    nearest of the two, because other columns may hold garbage.
     """
     if shape.page_size >= DECODE_KEYS:
         parts = shape.page_size // DECODE_KEYS

@@ -1,7 +1,8 @@
 """Merge of the partial softmaxes of decode.py and latent.py into results of split-KV attention on a GPU.
 
 Contains one Mosaic GPU kernel. A unit of work merges 8 rows of a (row, kv head) pair by log-sum-exp, in item order, so
-that the result is the same on every run. The sink logits are added here, once per row.
+that the result is the same on every run, unlike that of XLA's scatter-add. The sink logits are added here, once per
+row.
 """
 
 from __future__ import annotations

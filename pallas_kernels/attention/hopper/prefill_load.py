@@ -110,7 +110,9 @@ class Shape(NamedTuple):
 
     @property
     def output_width(self) -> int:
-        """Number of columns of the kernel's output: the head dim rounded up to a multiple of 64."""
+        """Number of columns of the kernel's output: the head dim rounded up to a multiple of 64, because each of its
+        rows must begin at a multiple of 128 bytes.
+        """
         return -(-self.spec.head_dim // OUTPUT_COLUMNS) * OUTPUT_COLUMNS
 
     @property
@@ -449,7 +451,7 @@ def _widen(shape: Shape, source, target, change) -> None:
     """Write change(codes, row) to `target`, where codes are those of `source`, converted to `shape.dtype`, and row i32
     their rows in the block.
 
-    Handles one piece at a time.
+    Handles one piece at a time, because the producer has few registers.
     """
     for part in _chunks(shape, shape.kv_dtype):
         codes = source.at[part][...]

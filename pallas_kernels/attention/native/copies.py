@@ -194,8 +194,8 @@ def make_copy_values_words(code: Handlers) -> Any:
 
 def make_trim(code: Handlers) -> Any:
     """Build trim(values, width, begin, end), which sets to 0, in words of neighbouring keys i32 [block / 2, width], the
-    values of a key that shares its word with the first or the last of keys [begin, end) but lies outside. Return the
-    LLVM function.
+    values of a key that shares its word with the first or the last of keys [begin, end) but lies outside: a weight of 0
+    does not help if they are not finite. Return the LLVM function.
     """
     function, b = code.begin("trim", NOTHING, [PTR, I64, I64, I64])
     values, width, begin, end = function.args

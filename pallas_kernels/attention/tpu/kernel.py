@@ -333,7 +333,9 @@ def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, oth
 
 
 def _across(x: jax.Array, size: int) -> jax.Array:
-    """Return lane-replicated x [n, LANES] as [n, size], by repeating or cutting off registers."""
+    """Return lane-replicated x [n, LANES] as [n, size], by repeating or cutting off registers; broadcasting a column
+    would shuffle lanes.
+    """
     if size <= LANES:
         return x[:, :size]
     repeats = -(-size // LANES)
@@ -379,7 +381,9 @@ def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
 
 
 def _store_lse(refs: Refs, sub, head: int, lse: jax.Array) -> None:
-    """Write lane-replicated `lse` [rows, LANES] of a kv head to row refs.lse[sub, head], one lane per row."""
+    """Write lane-replicated `lse` [rows, LANES] of a kv head to row refs.lse[sub, head], one lane per row. In a column,
+    each row would take a lane tile of HBM.
+    """
     for first in range(0, lse.shape[0], LANES):
         part = lse[first : first + LANES]
         row, lane = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))

@@ -143,7 +143,9 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def wide_parts(codes: jax.Array) -> list[jax.Array]:
-    """Return the parts of `code_parts` for codes, as f32. They are computed by 32-bit shifts."""
+    """Return the parts of `code_parts` for codes, as f32. They are computed by 32-bit shifts, because processors have
+    no vector shifts of eight bits.
+    """
     if codes.dtype != jnp.uint8:
         return [codes.astype(jnp.float32)]
     pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)

@@ -124,7 +124,7 @@ class Shape:
     @property
     def vector_rows(self) -> int:
         """Number of entries in shared memory of a vector with one entry per row of a tile: tile_rows, rounded up to a
-        multiple of 32.
+        multiple of 32, because TMA writes multiples of 128 bytes.
         """
         return -(-self.tile_rows // 32) * 32
 

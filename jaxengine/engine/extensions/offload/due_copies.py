@@ -57,7 +57,8 @@ class KeptKeys:
 class DueCopies:
     """Queue of pages to be copied to host memory.
 
-    Each page has a reference until its copy is dispatched. When the pools forget their pages, the queue is discarded.
+    Each page has a reference until its copy is dispatched, so that no request overwrites it. When the pools forget
+    their pages, the queue is discarded.
     """
 
     def __init__(self, offload: Offload):

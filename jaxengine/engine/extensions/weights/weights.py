@@ -312,7 +312,7 @@ class Weights(Pauses):
 
 def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:
     """Replace a draft model's weights while the engine is paused, and return what was replaced. The engine's version
-    stays.
+    stays, since no sampled token depends on a draft model.
 
     kv: "recompute" and "drop" preempt running requests and reset the prefix cache, whose pages also have the draft
     model's keys and values. Raises RequestError for a version other than None. Asserts that the pause is complete.

@@ -341,8 +341,9 @@ class AdapterStore:
         """Complete a finished upload, unless the engine sleeps, and start the next of those that the scheduler requests
         (slots.loads, which is emptied); does not wait. Drops adapters without a name that no unfinished request uses.
 
-        Uploads run one at a time. in_use: returns the adapters of unfinished requests. Returns the requests whose
-        adapter could not be read, each with its error.
+        Uploads run one at a time, because running requests wait while one is written, and one in transit takes memory
+        besides the pools. in_use: returns the adapters of unfinished requests. Returns the requests whose adapter could
+        not be read, each with its error.
         """
         failed: list[tuple[Request, RequestError]] = []
         self._wanted += slots.loads

@@ -1,4 +1,6 @@
-"""Answers as server-sent events, sent while they are generated, and work that is cancelled when its client leaves."""
+"""Answers as server-sent events, sent while they are generated, and work that is cancelled when its client leaves or
+stops reading.
+"""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class ChatChoiceWriter:
         Text and reasoning share the first chunk, and each call has its own. Tokens, their log-probabilities and other
         captured fields are in the first chunk; the finish reason, "tool_calls" rather than "stop" once the output has
         begun a call, and weight_versions are in the last. A chunk never contains two calls, nor a call and the finish
-        reason.
+        reason, because OpenAI's client would not notice that the call is complete.
         """
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(output.index)
@@ -195,8 +195,8 @@ def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return entries of a delta's tool_calls, one for each call. The events of a call are merged. Only an entry with
-    the start of a call has its id and name.
+    """Return entries of a delta's tool_calls, one for each call. The events of a call are merged, because clients take
+    a second entry for another call. Only an entry with the start of a call has its id and name.
     """
     entries: dict[int, dict[str, Any]] = {}
     for event in events:

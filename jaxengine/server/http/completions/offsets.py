@@ -13,7 +13,8 @@ class OutputOffsets:
     """Offsets, in characters, at which the tokens of a growing output begin in its text.
 
     If a character consists of several tokens, each has the character's offset. A token that the text leaves out has the
-    offset of the text after it. Tokens of a stop string have the offsets that they would have without it.
+    offset of the text after it. Tokens of a stop string have the offsets that they would have without it, since a
+    stream has sent them before the string is complete.
     """
 
     def __init__(

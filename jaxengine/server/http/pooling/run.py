@@ -227,8 +227,8 @@ class PoolingServer:
         """Return the prompt of each pair of texts (scoring.pair_prompt): a text, or token ids, which are truncated if
         the request has truncate_prompt_tokens. The prompts are made on a thread.
 
-        Raises RequestError, also for pairs that have more characters altogether than max_request_bytes; OverloadedError
-        if too many requests wait.
+        Raises RequestError, also for pairs that have more characters altogether than max_request_bytes, since one text
+        may be in all of them; OverloadedError if too many requests wait.
         """
         inputs, most = self.engine.inputs, self.config.max_request_bytes
         lengths = [sum(len(each) for each in pair if isinstance(each, str)) for pair in pairs]

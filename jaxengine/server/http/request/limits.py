@@ -246,7 +246,9 @@ def _verify_depth(value: Any) -> None:
 
 
 def _count(body: bytes | bytearray, what: bytes) -> int:
-    """Return the number of occurrences of `what`, a single byte, in the body. The body is searched piece by piece."""
+    """Return the number of occurrences of `what`, a single byte, in the body. The body is searched piece by piece, so
+    that other threads can run in between.
+    """
     return sum(body.count(what, at, at + _PIECE_BYTES) for at in range(0, len(body), _PIECE_BYTES))
 
 

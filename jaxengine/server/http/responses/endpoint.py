@@ -361,7 +361,7 @@ class _Responses:
         asyncio.get_running_loop().call_soon(self._cancel_now, (owner, response_id))
 
     def _cancel_now(self, key: tuple[str, str]) -> None:
-        """Cancel the task of (owner, response's id), never twice. Ignores other ids."""
+        """Cancel the task of (owner, response's id), never twice, as that would end its clean-up. Ignores other ids."""
         if (task := self._tasks.pop(key, None)) is not None:
             task.cancel()
 

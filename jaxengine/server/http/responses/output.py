@@ -214,7 +214,8 @@ def response_of(item_id: str) -> str:
 def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:
     """Return the name, as the model knows it, and the arguments of a call for a chat message.
 
-    The text of a custom tool (according to `origins`) is encoded again.
+    The text of a custom tool (according to `origins`) is encoded again, because the model may have written another JSON
+    form.
     """
     arguments = call.arguments
     if call.name in origins and origins[call.name].is_custom:
