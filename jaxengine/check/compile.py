@@ -25,10 +25,9 @@ from jaxengine.check import inspect, judge
 from jaxengine.check.compiled import counts, cycles, exchanges, hlo
 from jaxengine.check.devices import target_devices
 from jaxengine.check.model.code import layers_with_code
-from jaxengine.check.model.drafts import drafting, drafts, settled
+from jaxengine.check.model.drafts import accepted_states, drafting, drafts, settled
 from jaxengine.check.model.programs import CheckedProgram, StagePrograms, open_stages
 from jaxengine.check.model.shapes import model_config
-from jaxengine.check.model.states import accepted_states
 from jaxengine.check.model.towers import encoders
 from jaxengine.check.targets import Target, find_target
 from jaxengine.config.base.platforms import PLATFORMS

@@ -74,12 +74,9 @@ def recurrence(
     """
     num_tokens, num_seqs = tokens[0].shape[0], rows.reads.shape[0]
     o = zeros_in_layer(tokens[-1], (num_tokens + CHUNK, *shape))
-    all_single = num_tokens == num_seqs
+    all_single = num_tokens == num_seqs or rows.width > 1
     # Accelerators would multiply float32 in fewer bits.
     with jax.default_matmul_precision("float32"):
-        if rows.width > 1:
-            o, state = _few_tokens(tokens, o, state, rows, single)
-            return o[:num_tokens], state
         o, state = _single_tokens(tokens, o, state, rows, rows.num_seqs if all_single else rows.num_decode, single)
         if not all_single:
             o, state = _chunks(tokens, o, state, rows, chunk)
@@ -89,35 +86,9 @@ def recurrence(
 def _single_tokens(
     tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, end: jax.Array, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Run `rule` over sequences [0, end), each of at most one new token, a few at a time, and return the updated (o,
-    state). tokens, state, rows: see `recurrence`, whose `single` is the rule. o: f32 [T + CHUNK, *shape]. rows.saves is
-    not used.
-    """
-    num_tokens = tokens[0].shape[0]
-    block = max(2, min(SEQS, rows.reads.shape[0]))  # see _chunks: never a single row
-
-    def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        first, o, state = carry
-        seq = first + jnp.arange(block, dtype=jnp.int32)
-        live = seq < end
-        seq = jnp.minimum(seq, rows.reads.shape[0] - 1)
-        token = rows.cu_q_lens[seq]
-        live = live & (rows.cu_q_lens[seq + 1] > token)
-        own = jax.tree.map(lambda part: part[jnp.minimum(token, num_tokens - 1)].astype(jnp.float32), tokens)
-        out, m = rule(own, read_rows(state, jnp.where(live, rows.reads[seq], -1)))
-        o = o.at[jnp.where(live, token, o.shape[0])].set(out, mode="drop")
-        return first + block, o, write_rows(state, rows.writes[seq], m, live)
-
-    _, o, state = lax.while_loop(lambda carry: carry[0] < end, work, (jnp.int32(0), o, state))
-    return o, state
-
-
-def _few_tokens(
-    tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rule: Rule
-) -> tuple[jax.Array, jax.Array]:
-    """Run `rule` over all sequences, each of at most rows.width new tokens, token by token and a few sequences at a
-    time, and return the updated (o, state). A state is read and written once. Arguments: see `_single_tokens`.
-    rows.saves is not used.
+    """Run `rule` over sequences [0, end), each of at most rows.width new tokens, token by token and a few sequences at
+    a time, and return the updated (o, state). A state is read and written once. tokens, state, rows: see `recurrence`,
+    whose `single` is the rule. o: f32 [T + CHUNK, *shape]. rows.saves is not used.
     """
     num_tokens, num_seqs = tokens[0].shape[0], rows.reads.shape[0]
     block = max(2, min(SEQS, num_seqs))  # see _chunks: never a single row
@@ -125,23 +96,23 @@ def _few_tokens(
     def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         first, o, state = carry
         seq = first + jnp.arange(block, dtype=jnp.int32)
-        live, seq = seq < rows.num_seqs, jnp.minimum(seq, num_seqs - 1)
-        begin = rows.cu_q_lens[seq]
-        counts = jnp.where(live, rows.cu_q_lens[seq + 1] - begin, 0)
+        live, seq = seq < end, jnp.minimum(seq, num_seqs - 1)
+        begin, stop = rows.cu_q_lens[seq], rows.cu_q_lens[seq + 1]
+        live = live & (stop > begin)
 
-        def one(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            o, m = carry
-            token, has_token = begin + index, index < counts
+        def one(index: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            (o, m), token = carry, begin + index
+            has_token = live & (stop > token)
             own = jax.tree.map(lambda part: part[jnp.minimum(token, num_tokens - 1)].astype(jnp.float32), tokens)
             out, after = rule(own, m)
             o = o.at[jnp.where(has_token, token, o.shape[0])].set(out, mode="drop")
-            return o, jnp.where(has_token.reshape(-1, *(1,) * (m.ndim - 1)), after, m)
+            return o, jnp.where(has_token.reshape(-1, *(1,) * (m.ndim - 1)), after, m) if rows.width > 1 else after
 
-        m = read_rows(state, jnp.where(counts > 0, rows.reads[seq], -1))
-        o, m = lax.fori_loop(0, rows.width, one, (o, m))
-        return first + block, o, write_rows(state, rows.writes[seq], m, counts > 0)
+        m = read_rows(state, jnp.where(live, rows.reads[seq], -1))
+        o, m = one(0, (o, m)) if rows.width == 1 else lax.fori_loop(0, rows.width, one, (o, m))
+        return first + block, o, write_rows(state, rows.writes[seq], m, live)
 
-    _, o, state = lax.while_loop(lambda carry: carry[0] < rows.num_seqs, work, (jnp.int32(0), o, state))
+    _, o, state = lax.while_loop(lambda carry: carry[0] < end, work, (jnp.int32(0), o, state))
     return o, state
 
 

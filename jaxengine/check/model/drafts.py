@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxengine.check.compiled.hlo import MustNotCopy
-from jaxengine.check.model.programs import CheckedProgram, StagePrograms, checked_step
+from jaxengine.check.model.programs import CheckedProgram, StagePrograms, checked_step, large_types
 from jaxengine.check.model.roofline import Work
 from jaxengine.check.model.shapes import model_config
 from jaxengine.config.engine_config import EngineConfig
@@ -21,6 +21,7 @@ from jaxengine.models.registry import build_model, build_next_token
 from jaxengine.models.weights.adapters.pools import abstract_leaves
 from jaxengine.runner.extensions.drafts.open import HEAD_KINDS, open_draft, settle_draft
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
+from jaxengine.runner.extensions.states.section import StatesExtension
 from jaxengine.sharding.rules import part_bytes, part_shape
 from jaxengine.sharding.stages import Stage
 
@@ -79,6 +80,18 @@ def drafting(stage: StagePrograms) -> Drafting | None:
     leaves = [leaf for _, leaf in abstract_leaves(model, stage.mesh)]
     weights = programs.weights(leaves, stage.params)
     return Drafting(programs, weights, sum(map(part_bytes, leaves)), programs.page_bytes)
+
+
+def accepted_states(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
+    """Yield the program of each bucket with drafts that writes the states after accepted tokens, and must not copy
+    them, with `short` only of the largest; nothing without states or drafts. The programs have no roofline.
+    """
+    for extension in stage.steps.extensions:
+        if isinstance(extension, StatesExtension) and (programs := extension.programs(stage.params)):
+            kept = large_types(("states", leaf) for leaf in jax.tree.leaves(programs[0].results))
+            for program in programs[-1:] if short else programs:
+                others = {"must_not_copy": MustNotCopy(states=kept), "expected": None}
+                yield checked_step(program, stage.mesh, work=Work(0, 0), **others)
 
 
 def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[CheckedProgram]:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import ResolvedConfig
@@ -31,7 +31,7 @@ from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.runner.base.program import Program, shape_on
 from jaxengine.sampling.sampler import MoreScores
 from jaxengine.scheduler.batches.buckets import Bucket, Buckets
-from jaxengine.sharding.rules import logical_to_spec, part_bytes
+from jaxengine.sharding.rules import logical_to_spec, part_bytes, whole_shape
 
 EVERYWHERE = PartitionSpec()
 RANKS = logical_to_spec(("batch",))
@@ -203,6 +203,10 @@ class StageShape:
     def shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
         """Return an abstract array on the mesh, sharded by `spec`; by default replicated on every device."""
         return shape_on(self.mesh, shape, dtype, spec)
+
+    def whole(self, part: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
+        """Return an abstract array sharded by `spec`, of which each device has a part of shape `part`."""
+        return self.shape(whole_shape(part, NamedSharding(self.mesh, spec)), dtype, spec)
 
     def rows(self, num_rows: int, dtype: Any, *more: int) -> Any:
         """Return an abstract array [replicas * num_rows, *more], sharded by replica."""

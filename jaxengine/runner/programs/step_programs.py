@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxengine.models.cache import (
     KVPages,
@@ -53,7 +52,7 @@ from jaxengine.sampling import state as sampling_state
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.batches.packing import Packer
 from jaxengine.sharding.collectives import stack_ranks
-from jaxengine.sharding.rules import logical_to_spec, part_bytes, whole_shape
+from jaxengine.sharding.rules import logical_to_spec, part_bytes
 
 _RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
 
@@ -296,11 +295,8 @@ class StepPrograms:
 
     def _state_shapes(self) -> DeviceState:
         """Return the abstract state, over all devices."""
-
-        def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            return self.shape.shape(whole_shape(leaf.shape, NamedSharding(self.mesh, spec)), leaf.dtype, spec)
-
-        return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
+        own, spec = jax.eval_shape(self._own_state), self._state_partition()
+        return jax.tree.map(lambda leaf, spec: self.shape.whole(leaf.shape, leaf.dtype, spec), own, spec)
 
     def pool(self, kv: KVPages) -> Program:
         """Return the program () -> initial KV pool of these shapes. Each device creates its own part."""

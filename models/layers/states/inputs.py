@@ -1,7 +1,5 @@
-"""Inputs of states: what a layer's state after a token depends on besides the state before it.
-
-A step with drafts computes tokens that may turn out wrong. It leaves the states as they were and keeps these inputs,
-from which the states after the accepted tokens are computed once these are known, without the layers' products.
+"""Inputs of states: what a layer's state after a token depends on besides the state before it. A step with drafts keeps
+them (jaxengine.runner.extensions.states.accepted).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """States after accepted tokens, in steps with drafts.
 
-The forward pass of such a step reads states and writes none, as drafts may be rejected. It leaves the inputs of states
-(jaxengine.models.layers.states.inputs). Once the drafts have been verified, a program runs the recurrences over the
-accepted tokens alone, from these inputs, and writes the states. It needs none of the layers' large products: what does
-not lead to a state is removed when the program is lowered.
+The forward pass of such a step reads states and writes none. It leaves the inputs of states
+(jaxengine.models.layers.states.inputs), from which a program computes those after the accepted tokens once the drafts
+have been verified. What does not lead to a state, as the layers' large products, is removed when it is lowered.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Recorded(NamedTuple):
 
 
 class AcceptedStates(StageExtension):
-    """Stage extension that writes the states after a step's accepted tokens."""
+    """Stage extension that runs these programs."""
 
     name = NAME
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxengine.models.cache import Cache, KVPages, StateRows, state_arrays
 from jaxengine.models.config.state import StateArray
@@ -21,7 +21,7 @@ from jaxengine.runner.base.program import Program
 from jaxengine.runner.extensions.states.accepted import NAME, AcceptedStates, Recorded, accept_program
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.pages.snapshots import LOAD, POSITION, SAVE
-from jaxengine.sharding.rules import logical_to_spec, whole_shape
+from jaxengine.sharding.rules import logical_to_spec
 
 
 class StatesExtension(DeviceExtension):
@@ -64,11 +64,11 @@ class StatesExtension(DeviceExtension):
         return bucket.width > 1
 
     def left(self, num_tokens: int, num_rows: int) -> Recorded | None:
-        """Return the abstract Recorded of a step with drafts; None in an engine or a stage without drafts or states."""
+        """Return the abstract Recorded of a step with drafts; None without drafts or states."""
         if not self._has_drafts or not self._arrays:
             return None
         layers = tuple(
-            tuple(self._whole(Kept((num_tokens, *each.shape), each.dtype, _spec(each))) for each in inputs)
+            tuple(self.shape.whole((num_tokens, *each.shape), each.dtype, _spec(each)) for each in inputs)
             for inputs in self._inputs()
         )
         return Recorded(self.shape.rows(num_rows + 1, np.int32), layers)
@@ -77,18 +77,15 @@ class StatesExtension(DeviceExtension):
         """Return, for each wide bucket, the program that writes the states after the accepted tokens."""
         if not self._has_drafts or not self._arrays:
             return ()
-        states, wide = jax.tree.map(self._whole, self.slots()), self.shape.buckets.wide
-        left = [self.left(bucket.num_tokens, bucket.num_seqs) for bucket in wide]
+        states = jax.tree.map(lambda kept: self.shape.whole(kept.shape, kept.dtype, kept.spec), self.slots())
         return [
             accept_program(self.shape, bucket, params, states, recorded)
-            for bucket, recorded in zip(wide, left, strict=True)
-            if recorded is not None
+            for bucket in self.shape.buckets.wide
+            if (recorded := self.left(bucket.num_tokens, bucket.num_seqs)) is not None
         ]
 
     def at_stage(self, stage: Any) -> StageExtension | None:
-        """Return the extension that writes states after verification; None in an engine or a stage without drafts or
-        states.
-        """
+        """Return the extension that writes states after verification; None without drafts or states."""
         return AcceptedStates(stage) if self._has_drafts and self._arrays else None
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
@@ -147,9 +144,7 @@ class StatesExtension(DeviceExtension):
         )
 
     def _inputs(self) -> list[tuple[StateArray, ...]]:
-        """Return the inputs of the state of each layer of this stage with one, in order, with the shapes of one device
-        and their dtypes.
-        """
+        """Return the inputs of each of this stage's states, in order, with one device's shapes and their dtypes."""
         model, config = self.shape.model, self.shape.config
         states = [model.config.attention[layer].state for layer in model.stage.layers]
         return [
@@ -160,11 +155,6 @@ class StatesExtension(DeviceExtension):
             for state in states
             if state is not None
         ]
-
-    def _whole(self, kept: Kept) -> Any:
-        """Return the abstract array over all devices of a Kept."""
-        shape = whole_shape(kept.shape, NamedSharding(self.shape.mesh, kept.spec))
-        return self.shape.shape(shape, kept.dtype, kept.spec)
 
 
 def _spec(array: StateArray) -> PartitionSpec:
