@@ -17,6 +17,7 @@ from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.engine.extensions.drafts import Drafts
 from jaxengine.engine.stats.metric_types import Vector
 from jaxengine.grammars.grammar_worker import GrammarWorker, NextMask
+from jaxengine.models.registry import read_folder
 from tests.fixtures.drawn_weights import checkpoint
 from tests.sharding.parallel_cases import OPTIONS, write_tokenizer
 from tests.sharding.parallel_models import DENSE
@@ -426,6 +427,7 @@ def test_models_and_engines_without_drafts_say_why(engines):
             EngineConfig(speculative_config=DRAFTS, **options).resolved(model, PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match="without a tokenizer no request has a grammar"):
         EngineConfig(speculative_config=GRAMMAR, skip_tokenizer_init=True).resolved(model, PLATFORMS["cpu"])
+    model = read_folder(checkpoint("qwen3_next"))
     for options, said in OF_STATES:
         with pytest.raises(ConfigError, match=said):
-            LLM(str(checkpoint("qwen3_next")), speculative_config=DRAFTS, skip_tokenizer_init=True, **options)
+            EngineConfig(speculative_config=DRAFTS, **options).resolved(model, PLATFORMS["cpu"])
