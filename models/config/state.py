@@ -87,7 +87,7 @@ class ShortConvolution(RecurrentState):
 
     @property
     def token_inputs(self) -> tuple[StateArray, ...]:
-        """What the convolution sees."""
+        """The convolution's input."""
         return (StateArray((self.channels,), None, ("heads",)),)
 
     @property
@@ -244,7 +244,7 @@ class GatedDelta(RecurrentState):
 
     @property
     def token_inputs(self) -> tuple[StateArray, ...] | None:
-        """What the convolution sees, and projections of beta and of decays; None with `ngrams`."""
+        """The convolution's input, and projections of beta and of decays; None with `ngrams`."""
         decays = self.num_v_heads * (self.k_head_dim if self.by_element else 1)
         sizes = 2 * self.key_size + self.value_size, self.num_v_heads, decays
         return None if self.ngrams else tuple(StateArray((size,), None, ("heads",)) for size in sizes)
@@ -373,7 +373,7 @@ class StateSpace(RecurrentState):
 
     @property
     def token_inputs(self) -> tuple[StateArray, ...]:
-        """What the convolutions of inputs and of B and C see, and the projection of time steps."""
+        """Inputs of the convolutions, of inputs and of B and C, and the projection of time steps."""
         return (
             StateArray((self.inner_size,), None, ("heads",)),
             StateArray((2 * self.group_size,), None, ("heads",), self.num_groups),
@@ -437,7 +437,7 @@ class SelectiveScan(RecurrentState):
 
     @property
     def token_inputs(self) -> tuple[StateArray, ...]:
-        """What the convolution sees, time steps without their bias, and B."""
+        """The convolution's input, time steps without their bias, and B."""
         u, dtype = StateArray((self.channels,), None, ("heads",)), None if self.num_heads is None else "float32"
         b = StateArray((self.state_size,), dtype, (None,))
         if self.num_heads is not None:
@@ -487,7 +487,7 @@ class GatedRecurrence(RecurrentState):
 
     @property
     def token_inputs(self) -> tuple[StateArray, ...]:
-        """What the convolution sees."""
+        """The convolution's input."""
         return (StateArray((self.channels,), None, ("heads",)),)
 
     @property

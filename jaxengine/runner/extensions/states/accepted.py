@@ -27,7 +27,7 @@ NAME = "states"
 
 
 class Recorded(NamedTuple):
-    """What a forward pass with drafts leaves for the states.
+    """Results of a forward pass with drafts for the states.
 
     Attributes:
       cu_q_lens: i32[S + 1], first token of each row.
