@@ -28,7 +28,6 @@ from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.sharding.stages import Stage
 
-LAYERS = "model.layers."
 # Tensors that the layer shares with the model: a checkpoint may hold copies.
 _SHARED = ("embed_tokens.", "shared_head.head.")
 
@@ -105,7 +104,7 @@ class NextTokenSource(WrappedSource):
 
     def __init__(self, source: WeightSource, number: int, names: tuple[tuple[str, str], ...] = ()):
         super().__init__(source)
-        prefix, self._stored = f"{LAYERS}{number}.", dict[str, str]()
+        prefix, self._stored = f"model.layers.{number}.", dict[str, str]()
         for stored in source.names():
             found = (prefix + new + stored.removeprefix(old) for old, new in names if stored.startswith(old))
             name = next(found, stored)

@@ -203,14 +203,8 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if speculative_config is given and its drafts cannot be made or verified. options: fields of
-    EngineConfig by name.
-
-    No method works with a model that pools or keeps states that cannot be rolled back, several nodes, or steps of one
-    token, nor with recurrent states and several pipeline stages or rl_exact; "grammar" needs a tokenizer. Drafts by a
-    model need a single pipeline stage, no tower, the tensor parallel size of the engine and, unless no layer attends, a
-    layer that keeps all keys (or disable_hybrid_kv_cache_manager); "mtp" also the checkpoint's layer for it, unless
-    speculative_config names another checkpoint.
+    """Raise ConfigError if speculative_config is given and its drafts cannot be made or verified with the other options
+    or the model ("Limits" in docs/speculation.md). options: fields of EngineConfig by name.
     """
     if options[NAME] is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -22,7 +23,7 @@ from jaxengine.models.registry import build_next_token, read_folder, read_hf
 from jaxengine.models.weights.load import load_params
 from jaxengine.runner.extensions.drafts.open import open_draft
 from jaxengine.runner.weights.weight_names import WeightUpdateError
-from tests.fixtures.drawn_weights import FOLDER, draw_all
+from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
 from tests.sharding.parallel_cases import OPTIONS
@@ -254,3 +255,7 @@ def test_models_without_such_a_layer_say_so():
     with pytest.raises(ConfigError, match="the 2 next-token layers of this Step3p5ForCausalLM are not"):
         config.resolved(read_hf(json.loads((FOLDER / "step3p5" / "config.json").read_text())), PLATFORMS["cpu"])
     config.resolved(read_hf(TINY), PLATFORMS["cpu"])
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    more: dict[str, Any] = {"load_format": "auto", "skip_tokenizer_init": True, "speculative_config": drafts}
+    with pytest.raises(ConfigError, match="this checkpoint has no such layer; give speculative_config.model"):
+        LLM(str(checkpoint("qwen3_next")), **OPTIONS | more)

@@ -225,12 +225,13 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
         with draft.closing_on_error():
             head = _split(chosen.method, lambda: build_next_token(draft.config, Build(config.dtype, layout)))
         return OpenedDraft(head, draft, HeadPrograms)
-    if isinstance(weights, Path):
-        problem = f"{NAME}.method is {chosen.method!r}, and a folder that jaxengine convert wrote has no such layer"
-        raise ConfigError.because(NAME, problem, "give the checkpoint that it was made of")
-    weights = None if weights is None else _next_layer(weights, model)
+    view = None if weights is None or isinstance(weights, Path) else _next_layer(weights, model)
+    if weights is not None and (view is None or not view.names()):
+        what = "a folder that jaxengine convert wrote" if view is None else "this checkpoint"
+        problem = f"{NAME}.method is {chosen.method!r}, and {what} has no such layer"
+        raise ConfigError.because(NAME, problem, f"give {NAME}.model, a checkpoint that has one")
     head = _split(chosen.method, lambda: build_next_token(model, Build(config.dtype, layout)))
-    return OpenedDraft(head, replace(source, weights=weights), HeadPrograms)
+    return OpenedDraft(head, replace(source, weights=view), HeadPrograms)
 
 
 def _next_layer(weights: WeightSource, model: ModelConfig) -> NextTokenSource:

@@ -66,7 +66,7 @@ class AcceptedStates(StageExtension):
 
 
 def name_of(bucket: Bucket) -> str:
-    """Return the name of the program that writes the states after the accepted tokens of a bucket's steps."""
+    """Return the name of a bucket's program of `accept_program`."""
     return f"states of {bucket}"
 
 
@@ -105,7 +105,7 @@ def accept_program(
         rows = StateRows(ragged.cu_q_lens, jnp.where(counts > 0, slot, -1), written, nowhere, *numbers)
         batch = batch._replace(sections={NAME: rows, SECTION: StateInputs(inputs)})
         step = DecoderStep(model.config, model.build, shape.groups, batch, Cache(device_kv(pool), states))
-        # The inputs of states take the place of all that layers would compute from it.
+        # Recorded inputs take the place of all that layers would compute from it.
         unused = jnp.full((bucket.num_tokens, model.config.stream_size), jnp.nan, model.build.dtype)
         for index, layer in enumerate(model.layers):
             if model.config.attention[model.stage.layers[index]].state is not None:
