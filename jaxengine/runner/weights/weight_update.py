@@ -208,7 +208,7 @@ def read_here(
         if isinstance(params, nnx.Module | nnx.State):
             refuse_mapping(mapping)
             found = [_own_tree(stage, len(stages), params, strict, donate, chunk_bytes) for stage in stages]
-        elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
+        elif isinstance(params, str | os.PathLike) and os.path.isfile(os.path.join(params, LAYOUT_FILE)):
             refuse_mapping(mapping)
             refuse_chunks(chunk_bytes)
             found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]

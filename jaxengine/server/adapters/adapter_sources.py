@@ -93,8 +93,8 @@ class AdapterSources:
         none, or if the download fails, which is logged. Blocks during the download.
         """
         for folder in self._folders:
-            found = (folder / name).resolve()
-            if found.is_relative_to(folder) and (found / ADAPTER_CONFIG).is_file():
+            found = Path(os.path.realpath(folder / name))  # no error for circular links
+            if found.is_relative_to(folder) and os.path.isfile(found / ADAPTER_CONFIG):
                 return found
         owner, _, repository = name.partition("/")
         if owner in self._owners and repository and "/" not in repository:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ async def load_from_root(
     if folder is None or not folder.is_relative_to(root):
         text = f"lora_path {show_value(path)} leads out of lora_root; allowed: folders in it"
         raise RequestError(text, param="lora_path", value=path)
-    if not folder.exists():
+    if not os.path.exists(folder):  # no error for a name that is too long
         text = f"lora_path {show_value(path)} does not exist; allowed: folders in lora_root"
         raise UnknownAdapterError(text, param="lora_path", value=path)
     # The caller may leave, but a load that the engine has begun must be completed.

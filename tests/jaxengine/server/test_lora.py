@@ -64,7 +64,7 @@ async def test_over_http(engine, admin, tmp_path):
             refused = await operator.post(LOAD, json={"lora_name": "a", "lora_path": path})
             assert refused.status_code == 400 and "leads out of lora_root" in refused.text, path
         (tmp_path / "root" / "empty").mkdir()
-        for name, path, status in (("base", "a", 400), ("a", "empty", 400), ("a", "c", 404)):
+        for name, path, status in (("base", "a", 400), ("a", "empty", 400), ("a", "c", 404), ("a", "é" * 300, 404)):
             refused = await operator.post(LOAD, json={"lora_name": name, "lora_path": path})
             assert refused.status_code == status, refused.text
         assert (await client.post("/v1/completions", json={**BODY, "model": "a"})).status_code == 404
@@ -160,6 +160,9 @@ async def test_a_models_name_finds_an_adapter(engine, admin, tmp_path, monkeypat
         }
     for name in ("b", "org/sql"):
         await unload(engine, name)
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    here = adapter_sources.AdapterSources(ServerConfig(lora_dirs=(str(tmp_path),)))
+    assert here._path_of("circle") is None and here._path_of("root/a") is not None
     for name, value in (("lora_dirs", str(tmp_path / "none")), ("lora_hub_owners", "../x")):
         with pytest.raises(ConfigError, match=f"{name} is"):
             adapter_sources.AdapterSources(ServerConfig(**{name: (value,)}))

@@ -76,7 +76,7 @@ async def test_weights_are_replaced(app, tmp_path):
         second = await tokens(client)
         sums = (await client.get("/weight_info?checksum=true")).json()
         assert second != first and sums["weight_version"] == "new"
-        for path, fault in ((broken, "finite"), (str(tmp_path / "nowhere"), "cannot be read")):
+        for path, fault in ((broken, "finite"), (str(tmp_path / "nowhere"), "cannot be read"), ("é" * 300, "too long")):
             answer = await client.post("/update_weights", json={"path": path})
             assert answer.status_code == 400 and fault in answer.json()["error"]["message"], answer.text
         for field, value in (
@@ -156,6 +156,9 @@ async def test_pause_and_sleep(app, engine):
             assert (await client.post(end)).status_code == 200
             assert list((await client.get(state)).json().values()) == [False]
             assert await waiting == first
+        for method, path in (("GET", "/sleep"), ("POST", "/is_sleeping")):  # served, but not by this method
+            answer = await client.request(method, path)
+            assert answer.status_code == 405 and answer.headers["allow"] != method, answer.text
         wrong = ("/sleep?level=3", "/sleep?mode=never", "/pause?mode=", "/wake_up?tags=all", "/sleep?tags=all")
         for path in (*wrong, "/sleep?tags=", "/sleep?tags=weights&level=0", "/release_kv_cache_memory"):
             assert (await client.post(path)).status_code == 400, path

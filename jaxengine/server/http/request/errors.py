@@ -230,13 +230,14 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         """Return the response to an exception, as `as_api_error` says.
 
         A path without a route gets 404. If `about_missing` knows the path, the message says what to use instead, also
-        for a wrong method, which otherwise gets 405 and the header Allow with the methods of all routes of its path.
+        where the path is the value of a parameter of a route for another method. Other wrong methods get 405 and the
+        header Allow with the methods of all routes of the path.
         """
         known = as_api_error(error, getattr(request.state, "given_fields", ()))
         # Raised by the framework and not by a route: there is no route for the path, or none with this method.
         if type(error) is HTTPException and error.status_code in (404, 405):
             path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-            problem = about_missing(path)
+            problem = about_missing(path, has_route=error.status_code == 405)
             if problem is None and known.status_code == 404:
                 problem = f"there is no route {show_value(path)}; /docs lists all"
             if problem is not None:

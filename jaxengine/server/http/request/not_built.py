@@ -93,12 +93,11 @@ _BATCHES = "--enable-batch-api and --batch-storage-dir"
 _PROFILES = "--enable-admin and --profiler-config"
 # Path -> options of `jaxengine serve` with which it is served.
 SWITCHED_OFF: dict[str, str] = {
-    "/inference/v1/abort_requests": _ADMIN,
-    **dict.fromkeys(("/abort_requests", "/get_world_size", "/server_info"), _ADMIN),
-    **dict.fromkeys(("/reset_mm_cache", "/reset_prefix_cache"), _ADMIN),
+    **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests", "/get_world_size", "/server_info"), _ADMIN),
     **dict.fromkeys(("/is_paused", "/is_sleeping", "/pause", "/resume", "/sleep", "/wake_up"), _ADMIN),
     **dict.fromkeys(("/areal_continue_generation", "/areal_pause_generation", "/areal_update_weights"), _ADMIN),
-    **dict.fromkeys(("/release_kv_cache_memory", "/update_weights", "/weight_info"), _ADMIN),
+    **dict.fromkeys(("/release_kv_cache_memory", "/reset_mm_cache", "/reset_prefix_cache"), _ADMIN),
+    **dict.fromkeys(("/update_weights", "/weight_info"), _ADMIN),
     **dict.fromkeys(("/adapters", "/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(("/v1/batches", "/v1/files"), _BATCHES),
     **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILES),
@@ -106,12 +105,14 @@ SWITCHED_OFF: dict[str, str] = {
 }
 
 
-def about_missing(path: str) -> str | None:
-    """Return the error message for a path that is in SWITCHED_OFF, or that is in NOT_BUILT or below a path there; None
-    for others. A "/" at the end is ignored.
+def about_missing(path: str, has_route: bool) -> str | None:
+    """Return the error message for a path that is in NOT_BUILT or below a path there, or that is in SWITCHED_OFF and
+    has no route; None for others. A "/" at the end is ignored.
+
+    has_route: whether the path has a route for another method: then its option is set.
     """
     plain = path.rstrip("/")
-    if plain in SWITCHED_OFF:
+    if plain in SWITCHED_OFF and not has_route:
         return f"{plain} is only served with {SWITCHED_OFF[plain]}; see docs/serving.md"
     parts = plain.split("/")
     for count in range(len(parts), 1, -1):
