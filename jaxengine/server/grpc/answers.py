@@ -98,7 +98,7 @@ class AnswerWriter:
             message.token_ids.extend(new)
         _write_scores(message, completion.logprobs or (), self._wanted.logprobs, self._wanted.candidates)
         if completion.sampling_mask is not None:
-            message.sampling_mask.extend(pb.SamplingMask(token_ids=ids) for ids in completion.sampling_mask.token_ids)
+            message.sampling_mask.extend(pb.TokenIds(ids=ids) for ids in completion.sampling_mask.token_ids)
         if completion.finish_reason is not None:
             message.finish_info.CopyFrom(self._finish_info(completion))
         return message

@@ -52,10 +52,10 @@ class DecodingParameters(_message.Message):
     grammar: str
     json_object: bool
     structural_tag: str
-    bad_words: _containers.RepeatedScalarFieldContainer[str]
     extra_args: _struct_pb2.Struct
     trace_decode_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., json: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[DecodingParameters.StringChoices, _Mapping]] = ..., grammar: _Optional[str] = ..., json_object: _Optional[bool] = ..., structural_tag: _Optional[str] = ..., bad_words: _Optional[_Iterable[str]] = ..., extra_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., trace_decode_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    bad_words: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., json: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[DecodingParameters.StringChoices, _Mapping]] = ..., grammar: _Optional[str] = ..., json_object: _Optional[bool] = ..., structural_tag: _Optional[str] = ..., extra_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., trace_decode_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoppingCriteria(_message.Message):
     max_new_tokens: int
@@ -162,12 +162,8 @@ class SequenceOutput(_message.Message):
     candidate_tokens: _containers.RepeatedCompositeFieldContainer[CandidateTokenInfo]
     finish_info: FinishInfo
     captured: bytes
-    sampling_mask: _containers.RepeatedCompositeFieldContainer[SamplingMask]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., candidate_tokens: _Optional[_Iterable[_Union[CandidateTokenInfo, _Mapping]]] = ..., finish_info: _Optional[_Union[FinishInfo, _Mapping]] = ..., captured: _Optional[bytes] = ..., sampling_mask: _Optional[_Iterable[_Union[SamplingMask, _Mapping]]] = ...) -> None: ...
-
-class SamplingMask(_message.Message):
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    sampling_mask: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., candidate_tokens: _Optional[_Iterable[_Union[CandidateTokenInfo, _Mapping]]] = ..., finish_info: _Optional[_Union[FinishInfo, _Mapping]] = ..., captured: _Optional[bytes] = ..., sampling_mask: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class CandidateTokenInfo(_message.Message):
     class TokenInfo(_message.Message):

@@ -115,7 +115,7 @@ async def test_sampling_masks_over_grpc_and_in_rendered_requests(engine):
         (output,) = (await stub.Generate(request)).outputs
         parts = [part async for part in stub.GenerateStream(request)]
     for found in (output.sampling_mask, [row for part in parts for row in part.outputs.sampling_mask]):
-        assert [list(row.token_ids) for row in found] == choice["sampling_mask"]
+        assert [list(row.ids) for row in found] == choice["sampling_mask"]
     for asked in (False, True):
         body = {"prompt": IDS, **SAMPLED, "return_sampling_mask": asked}
         (rendered,) = (await post(app, "/v1/completions/render", **body)).json
