@@ -1,7 +1,8 @@
 """Attention of a ragged batch of new tokens over paged keys and values: the public operation.
 
 This module validates arguments and chooses the implementation. The arithmetic is in the folder of each implementation,
-and its oracle in reference.py. Models, layers and requests do not occur here: a layer passes its own page table.
+and its oracle in tests/pallas_kernels/reference.py. Models, layers and requests do not occur here: a layer passes its
+own page table.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The public operations of DeepSeek Sparse Attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"), and those of MiniMax M3,
 where each KV head of a token selects blocks of keys. Their arithmetic is in the folder of each implementation, their
-oracles in reference.py. Pages hold latents as keys; where blocks are selected, the keys and values of each head joined.
-In place of values they hold the indexer's keys, of KVSpec.v_head_dim elements.
+oracles in tests/pallas_kernels/reference.py. Pages hold latents as keys; where blocks are selected, the keys and values
+of each head joined. In place of values they hold the indexer's keys, of KVSpec.v_head_dim elements.
 
 Further shape letters: I heads of the indexer, J elements of its keys, k keys or blocks that are selected, m tokens of a
 group where one key is pooled for a group.

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.tuning import HopperAttention, TritonAttention, Tuning
-from tests.pallas_kernels import conformance
+from tests.pallas_kernels import conformance, reference
 from tests.pallas_kernels.cases import BY_NAME, MIXED_KV, MIXED_Q
 from tests.pallas_kernels.conformance import attend, check_attention, check_update, compiled, operands, pool, watched
 from tests.pallas_kernels.hopper_products import hopper_gated, hopper_grouped, hopper_product

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.pools import (
     PER_TOKEN,

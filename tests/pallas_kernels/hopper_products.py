@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.matmul.hopper.gated import why_not_fused
 from jaxengine.pallas_kernels.matmul.hopper.shape import why_xla
 from jaxengine.pallas_kernels.tuning import HopperProducts
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
 from tests.pallas_kernels.products import E4M3, GroupedProduct, Product, exact_groups, rows_of, run

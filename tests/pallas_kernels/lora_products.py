@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.matmul.hopper.lora_shape import why_xla
 from jaxengine.pallas_kernels.matmul.lora import LoraVisits, lora_visits
 from jaxengine.pallas_kernels.registry import kernel
 from jaxengine.pallas_kernels.tuning import LoraTiles
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.conformance import watched
 from tests.pallas_kernels.implementations import Implementation
 

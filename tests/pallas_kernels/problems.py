@@ -12,9 +12,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
-from tests.pallas_kernels import pools
+from tests.pallas_kernels import pools, reference
 
 FAMILIES = ("normal", "sharp", "uniform", "needle")
 GARBAGE = 2_000_000_000

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
 from jaxengine.pallas_kernels.matmul.tpu.widened import CHUNK, PIECE
 from jaxengine.pallas_kernels.matmul.xla.grouped import tile_rows_of
 from jaxengine.pallas_kernels.registry import kernel
 from jaxengine.pallas_kernels.tuning import HopperProducts, TpuProducts, TritonProducts
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.conformance import watched
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.matmul.test_quantized import ERROR, error, matrix_of, stored

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.selected import block_attention, select_blocks, select_keys, selected_attention
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
 from jaxengine.pallas_kernels.tuning import XlaSelection
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.conformance import MAX_OF_V, pool, ragged_batch, watched
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.problems import Case, Problem, build

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.matmul.triton.quantized import why_xla
 from jaxengine.pallas_kernels.tuning import TritonProducts
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
 from tests.pallas_kernels.products import E4M3, Product, rows_of, run

@@ -14,7 +14,6 @@ from jax import lax
 
 from benchmarks.kernels.sparse_attention import MODELS, copied_bytes, copies_of, needed_bytes, shapes_of
 from jaxengine.check.compiled.hlo import parse
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.selected import (
     positions_of_groups,
@@ -27,6 +26,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, pool_shape, stora
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import Tuning, XlaSelection
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.pools import PER_TOKEN, codes, make_pool, token_scale, values_of
 from tests.tables import each_row
 

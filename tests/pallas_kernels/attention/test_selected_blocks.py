@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec
 from jaxengine.pallas_kernels.attention.selected import block_attention, select_blocks, selection_schedule
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.attention.test_selected import BATCHES, PAGE, PAGES, TUNING, batch_of
 from tests.pallas_kernels.pools import make_pool
 from tests.tables import each_row

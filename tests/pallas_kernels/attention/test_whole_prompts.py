@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 from jaxengine.pallas_kernels.attention.whole_prompts import (
     has_whole_prompts,
@@ -19,6 +18,7 @@ from jaxengine.pallas_kernels.attention.whole_prompts import (
 )
 from jaxengine.pallas_kernels.attention.xla.whole_prompts import BLOCK, LENGTHS
 from jaxengine.pallas_kernels.registry import PLATFORMS, kernel
+from tests.pallas_kernels import reference
 
 IMPLEMENTATIONS = {kernel(op, "cpu") for op in ("whole_prompt_schedule", "whole_prompt_attention")}
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=8, sm_scale=0.3, causal=False)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.pallas_kernels import reference, registry
+from jaxengine.pallas_kernels import registry
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
 from jaxengine.pallas_kernels.matmul.native import dense, product, quantized, quantized_table
 from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
@@ -20,6 +20,7 @@ from jaxengine.pallas_kernels.native import library
 from jaxengine.pallas_kernels.registry import NATIVE_ROOMS
 from jaxengine.runner.executables import cache
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.machine_code import narrow, without_dots
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
 from tests.pallas_kernels.xla_stand_in import Fenced, StandIn

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.matmul.cpu import quantized as quantized_cpu
 from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.matmul.quantized import (
@@ -29,6 +28,7 @@ from jaxengine.pallas_kernels.matmul.tpu.grouped import sums_are_scaled
 from jaxengine.pallas_kernels.matmul.xla import quantized_groups as quantized_groups_xla
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.tuning import TpuProducts
+from tests.pallas_kernels import reference
 
 # Kernels, which run in their interpreters.
 ELSEWHERE = [(op, platform) for op in ("quantized_matmul", "quantized_grouped_matmul") for platform in ("gpu", "tpu")]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.matmul.quantized_table import quantized_table_matmul
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.matmul.test_quantized import codes_of, error, stored
 
 IMPLEMENTATIONS = {kernel(*row): row[1] for row in KERNELS if row[0] == "quantized_table_matmul"}

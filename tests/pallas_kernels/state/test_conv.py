@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.state.conv import causal_conv
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.state.problems import BATCHES, NUM_ROWS
 
 IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if op == "causal_conv"}

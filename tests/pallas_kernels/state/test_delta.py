@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.registry import KERNELS, kernel
 from jaxengine.pallas_kernels.state.delta import gated_delta_rule
+from tests.pallas_kernels import reference
 from tests.pallas_kernels.state.problems import BATCHES, NUM_ROWS, Batch
 
 IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if op == "gated_delta_rule"}

@@ -87,7 +87,6 @@ def test_what_no_program_is_traced_from_leaves_the_digest(tree, before):
         "jaxengine/models/registry.py",
         "jaxengine/pallas_kernels/attention/tpu/kernel.py",
         "jaxengine/pallas_kernels/attention/hopper/decode.py",
-        "jaxengine/pallas_kernels/reference.py",
         "jaxengine/scheduler/scheduler.py",
         "jaxengine/engine/engine.py",
         "jaxengine/check/compile.py",
