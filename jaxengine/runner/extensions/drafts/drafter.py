@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxengine.drafts.proposer import Drafts
 from jaxengine.models.cache import KVPages
+from jaxengine.models.params.declare import declared_params
 from jaxengine.models.weights.formats.arrays import on_host
 from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.base.extension import StageExtension
@@ -122,11 +123,12 @@ class Drafter(StageExtension):
 
     def describe_pages(self) -> str:
         """Return what the content of pages depends on: the programs' text of it, and the SHA-256, in hex, of the draft
-        model's weights, all of which are read.
+        model's weights, all of which are read, without matrices of no expert: their number depends on the devices.
         """
         weights = hashlib.sha256()
-        for array in self.params:
-            weights.update(np.ascontiguousarray(on_host(array)).tobytes())
+        for param, array in zip(declared_params(self.programs.model), self.params, strict=True):
+            own = on_host(array)[tuple(map(slice, param.own_shape))]
+            weights.update(np.ascontiguousarray(own).tobytes())
         return f"{self.programs.pages_description} {weights.hexdigest()}"
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
