@@ -160,6 +160,11 @@ def test_states_are_counted(llm, folder):
     held = sum(rows.nbytes for rows in jax.tree.leaves(slots.sections["states"]))
     assert plan.extensions["states"] == 4 * rows * numbers == held
     assert plan.parts["states"] == held and "states" in plan.table()
+    inputs = [state.token_inputs or () for state in layers] if llm.core.config.speculative_config else []
+    of_token = 4 * sum(math.prod(array.shape) for each in inputs for array in each)
+    wide = [(bucket.num_tokens, bucket.num_seqs) for bucket in llm.core.runner.stages[0].programs.packer.buckets.wide]
+    largest = max((of_token * num_tokens + 4 * (num_seqs + 1) for num_tokens, num_seqs in wide), default=0)
+    assert plan.extensions.get("inputs of states", 0) == largest and bool(largest) == bool(inputs)
 
 
 @each_row(

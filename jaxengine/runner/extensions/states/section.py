@@ -21,7 +21,7 @@ from jaxengine.runner.base.program import Program
 from jaxengine.runner.extensions.states.accepted import NAME, AcceptedStates, Recorded, accept_program
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.pages.snapshots import LOAD, POSITION, SAVE
-from jaxengine.sharding.rules import logical_to_spec
+from jaxengine.sharding.rules import logical_to_spec, part_bytes
 
 
 class StatesExtension(DeviceExtension):
@@ -55,9 +55,14 @@ class StatesExtension(DeviceExtension):
         return own or None
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, by purpose, of all rows of states."""
+        """Return the bytes on one device, by purpose, of all rows of states and, with drafts, of the inputs that the
+        largest wide step leaves, which may be there while the next forward pass runs.
+        """
         of_row = sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for own in self._arrays for each in own)
-        return {NAME: (self.shape.num_slots + self.num_snapshots) * of_row}
+        left = [self.left(bucket.num_tokens, bucket.num_seqs) for bucket in self.shape.buckets.wide]
+        inputs = max((sum(map(part_bytes, jax.tree.leaves(each))) for each in left), default=0)
+        more = {"inputs of states": inputs} if inputs else {}
+        return {NAME: (self.shape.num_slots + self.num_snapshots) * of_row} | more
 
     def leaves(self, bucket: Bucket) -> bool:
         """Whether the bucket's rows may have drafts, so that its states are written once these are verified."""
