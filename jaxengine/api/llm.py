@@ -244,6 +244,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         *,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -259,6 +260,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         Args:
           chat_template: Jinja source or the name of one of the model's templates; None for the engine's option, or
             else the model's.
+          chat_template_content_format: "string", "openai" or "auto"; None for the engine's option.
           chat_template_kwargs: variables of the template.
           mm_processor_kwargs: options of the model's media processor.
 
@@ -281,6 +283,7 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
                     tools=tools,
                     chat_template=chat_template,
                     chat_template_kwargs=chat_template_kwargs,
+                    content_format=chat_template_content_format,
                 )
                 for conversation, media in read
             ]

@@ -27,6 +27,7 @@ from jaxengine.checkpoint.stored_head import with_plain_modules, with_stored_fre
 from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.base.stores import is_url
+from jaxengine.config.checks import READERS_OF_SAFETENSORS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooling_model import PoolingModel
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES
@@ -301,7 +302,7 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     if not path.is_dir():
         raise ModelFileError(path, "must be a regular file or a folder")
     converted = (path / LAYOUT_FILE).is_file()
-    allowed = ("auto", *(("orbax",) if converted else ("safetensors", MISTRAL, "runai_streamer")), "dummy")
+    allowed = ("auto", *(("orbax",) if converted else ("safetensors", MISTRAL, *READERS_OF_SAFETENSORS)), "dummy")
     if config.load_format not in allowed:
         raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
     if not (path / (name := config_file(path, config.config_format))).exists():

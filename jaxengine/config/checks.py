@@ -16,6 +16,7 @@ from jaxengine.config.execution.placement import check_placement
 from jaxengine.config.execution.recording import check_recording
 from jaxengine.config.features.lora import check_lora
 from jaxengine.config.features.pooler_config import POOLING_TASKS
+from jaxengine.config.inputs.chat_template import CONTENT_FORMATS
 from jaxengine.config.inputs.encoder import check_encoder
 from jaxengine.config.kv.kv_cache import KV_CACHE_DTYPES, check_scales
 from jaxengine.config.kv.offload import check_offload
@@ -24,20 +25,22 @@ from jaxengine.scheduler.base.config import POLICIES
 from jaxengine.scheduler.base.token_params import MAX_LOGPROBS
 from jaxengine.sharding.layout import GATHER, RAGGED
 
-LOAD_FORMATS = ("auto", "safetensors", "mistral", "gguf", "orbax", "dummy", "runai_streamer")
+# vLLM's names of other readers of the same files, which are read here in one way.
+READERS_OF_SAFETENSORS = ("runai_streamer", "fastsafetensors", "instanttensor")
+LOAD_FORMATS = ("auto", "safetensors", "mistral", "gguf", "orbax", "dummy", *READERS_OF_SAFETENSORS)
 # vLLM's formats that are refused -> why.
 _UNREAD_FORMATS = {
     **dict.fromkeys(("pt", "npcache"), "its files are pickles, which can run code and are never read"),
     "tensorizer": "its files have a format of their own",
     "bitsandbytes": "the checkpoint's configuration says how its weights are stored",
     "sharded_state": "its files fit one arrangement of devices; `jaxengine convert` writes such a folder",
-    **dict.fromkeys(("fastsafetensors", "instanttensor"), "they are other readers of safetensors"),
 }
 # The last ones choose a chat template (tokens.usual_templates.registry.TEMPLATE_MODES).
 TOKENIZER_MODES = (*FORMATS, "deepseek_v32", "deepseek_v4", "deepseek_v41")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _CHOICES = {
+    "chat_template_content_format": CONTENT_FORMATS,
     "config_format": FORMATS,
     "tokenizer_mode": TOKENIZER_MODES,
     "load_format": LOAD_FORMATS,

@@ -42,7 +42,7 @@ from jaxengine.config.features.speculation import SpeculativeConfig, check_specu
 from jaxengine.config.features.steering import SteeringOptions, read_steering_vectors, settle_steering
 from jaxengine.config.features.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.features.training import TrainingOptions, check_training
-from jaxengine.config.inputs.chat_template import read_chat_template
+from jaxengine.config.inputs.chat_template import TemplateOptions, read_chat_template
 from jaxengine.config.inputs.encoder import EncoderOptions, settle_encoder
 from jaxengine.config.inputs.multimodal import READERS, MediaOptions
 from jaxengine.config.inputs.prompt_embeds import settle_prompt_embeds
@@ -97,6 +97,7 @@ class EngineConfig(
     PlacementOptions,
     RecordOptions,
     SteeringOptions,
+    TemplateOptions,
     TrainingOptions,
 ):
     """Engine options, in addition to those of its base classes.
@@ -112,8 +113,8 @@ class EngineConfig(
         first that there is; "deepseek_v32", "deepseek_v4" and "deepseek_v41" for "hf" with that model's chat format.
       config_format: "hf" for config.json, "mistral" for Mistral AI's params.json, "auto" for the first that there is.
       load_format: "auto", "safetensors", "mistral" (consolidated.safetensors), "gguf", "orbax" (from `jaxengine
-        convert`), or "dummy" for random weights. "runai_streamer" means "safetensors", which reads the weights
-        of a model at a URL in ranges.
+        convert`), or "dummy" for random weights. "runai_streamer", "fastsafetensors" and "instanttensor" mean
+        "safetensors", which reads the weights of a model at a URL in ranges.
       revision: branch, tag or commit of the model on the hub.
       download_dir: folder for hub downloads, and for configuration and tokenizer of a model at a URL.
       hf_token: token for the hub; True or None for the stored one, if there is one; False for none.
@@ -182,7 +183,6 @@ class EngineConfig(
         none; or a folder with such a file.
       override_generation_config: default sampling parameters that override those, such as {"temperature": 0.5}. Its
         max_new_tokens, or that of a named folder's file, is also a limit for requests to the server.
-      chat_template: Jinja template to use instead of the model's, or the name of a file that holds one.
       runner: "generate" for text, or "pooling" for embeddings, labels and scores; "auto" follows the checkpoint.
       convert: kind of pooling model to make of a checkpoint: "embed", "classify", "none" if it already is one, or
         "auto".
@@ -262,7 +262,6 @@ class EngineConfig(
     logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
-    chat_template: str | None = None
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: PoolerConfig | None = None

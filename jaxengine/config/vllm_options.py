@@ -35,12 +35,14 @@ HARMLESS: dict[str, str] = {
     "disable_custom_all_reduce": _XLA,
     "disable_nccl_for_dp_synchronization": _XLA,
     "distributed_executor_backend": _EXECUTOR,
+    "enable_flashinfer_autotune": "there are no FlashInfer kernels; `jaxengine tune` tunes tiles once for all starts",
     "enable_flash_late_interaction": "vectors of tokens are compared in one way only",
     "enable_sleep_mode": "every engine has sleep and wake_up",
     "fail_on_environ_validation": "JAXENGINE_CACHE_DIR is the one option that the environment may set",
     "ignore_patterns": "only the files that are needed are downloaded",
     "jit_monitor_mode": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
     "jit_monitor_verbose": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
+    "mamba_cache_mode": "num_state_snapshots prefixes of models with recurrent states are kept",
     "max_parallel_loading_workers": _LOADER,
     "optimization_level": _COMPILED,
     "prefix_caching_hash_algo": "prefixes are identified by SHA-256",
@@ -50,6 +52,8 @@ HARMLESS: dict[str, str] = {
     "safetensors_prefetch_num_threads": _LOADER,
     "served_model_name": "it is an option of the server: jaxengine serve --served-model-name",
     "show_hidden_metrics_for_version": "no metric is hidden",
+    "skip_mm_profiling": "the memory of pictures and sounds follows from their sizes, and nothing is profiled",
+    "swap_space": "with kv_offloading_size, pages of preempted requests may wait in host memory (preemption_mode)",
     "trust_remote_code": _NO_CODE,
     "use_tqdm_on_load": "disable_log_stats switches progress bars off",
     "watchdog_config": "the server watches its engine: jaxengine serve --engine-hang-timeout",
@@ -106,14 +110,14 @@ _SWITCHES = """
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
     data_parallel_multi_port_external_lb disable_sliding_window enable_batch_sharded_sampling
     enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance
-    enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
+    enable_hc_sp enable_layerwise_nvtx_tracing
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
     enable_mamba_shared_prefix_checkpoint enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend
     enable_shm_tensor_arena enable_tower_connector_lora
     fully_sharded_loras interleave_mm_strings kv_sharing_fast_prefill
     long_prefill_token_threshold_adaptive mm_encoder_only monokernel ray_workers_use_nsight
-    skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only
+    sleep_mode_offload_cudagraph specialize_active_lora tokens_only
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
     allow_credentials disable_fastapi_docs enable_log_outputs enable_ssl_refresh
@@ -150,7 +154,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "anthropic_disabled_thinking_effort": ("auto", "none"),
     "allowed_headers": (["*"],),
     "allowed_methods": (["*"],),
-    "chat_template_content_format": ("auto",),
     "cohere_format": ("cmd4",),
     "cohere_is_reasoning_model": (True,),
     "cpu_offload_gb": (0,),
@@ -169,9 +172,8 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "lora_dtype": ("auto",),
     "mamba_backend": ("triton",),
     "mamba_cache_dtype": ("auto",),
-    "mamba_cache_mode": ("none",),
     "mamba_cache_philox_rounds": (0,),
-    "mamba_ssm_cache_dtype": ("auto",),
+    "mamba_ssm_cache_dtype": ("auto", "float32"),
     "mm_device_do_normalize": (True,),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
     "mm_hasher_algorithm": ("blake3",),
@@ -195,7 +197,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "sleep_mode_backend": ("cumem",),
     "sparse_indexer_topk_backend": ("auto",),
     "swa_bounded_replay": (True,),
-    "swap_space": (0, 4),
     "ubatch_size": (0,),
     "video_pruning_method": ("evs",),
     "watermark": (0,),
@@ -212,7 +213,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 _HARMLESS_SWITCHES = """
     aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
     disable_log_requests enable_flash_late_interaction enable_sleep_mode disable_nccl_for_dp_synchronization
-    fail_on_environ_validation jit_monitor_verbose trust_remote_code use_tqdm_on_load use_v2_block_manager
+    enable_flashinfer_autotune fail_on_environ_validation jit_monitor_verbose skip_mm_profiling trust_remote_code
+    use_tqdm_on_load use_v2_block_manager
     disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
     enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_scale_out
     enable_server_load_tracking log_error_stack trust_request_mm_kwargs
@@ -254,10 +256,12 @@ def settle(name: str, value: Any) -> None:
 
 def asks_for_nothing(name: str, value: Any) -> bool:
     """Return whether a value of the option `name` has no effect: None, empty, False for an option that is not on by
-    default, or one of the option's values in NOT_BUILT.
+    default, one of the option's values in NOT_BUILT, or a dict of such values of options or of its own switches.
     """
     if value is None or (value is False and name not in _ON):
         return True
+    if isinstance(value, dict):
+        return all(asks_for_nothing(str(key), each) or key in HARMLESS for key, each in value.items())
     if isinstance(value, (str, dict, list, tuple, set)) and not value:
         return True
     kinds = {bool: (bool,), int: (int, float), float: (int, float)}

@@ -126,14 +126,15 @@ class InputProcessor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        content_format: str | None = None,
     ) -> dict[str, Any]:
         """Return the prompt of a conversation, for `prepare`: "prompt" (its text), "prompt_token_ids" and, where they
         are not empty, "multi_modal_data" and "mm_processor_kwargs" as given.
 
         messages, multi_modal_data: results of `media_reader.read`. mm_processor_kwargs: options of the media processor.
-        chat_template: None for the engine's option, or else the model's. The other arguments are those of
-        Tokenizer.apply_chat_template. Raises RequestError without a tokenizer and for messages or arguments that the
-        template cannot render, and OverloadedError if too many templates are being rendered.
+        chat_template, content_format: None for the engine's options, or else the model's template. The other arguments
+        are those of Tokenizer.apply_chat_template. Raises RequestError without a tokenizer and for messages or
+        arguments that the template cannot render, and OverloadedError if too many templates are being rendered.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -144,6 +145,7 @@ class InputProcessor:
             chat_template=chat_template or self.config.chat_template,
             chat_template_kwargs=chat_template_kwargs,
             placeholder=self.media_reader.placeholder,
+            content_format=content_format or self.config.chat_template_content_format,
         )
         # The template's text contains the special tokens.
         prompt = {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

@@ -37,11 +37,12 @@ _ASKS_FOR_NONE = re.compile(r"""\bcontent\b['"]?\]?\s+is\s+(?:not\s+)?none\b""",
 Message = dict[str, Any]
 
 
-def checked_messages(messages: Any, joint: str = "\n") -> list[Message]:
+def checked_messages(messages: Any, joint: str | None = None) -> list[Message]:
     """Check messages, a list or tuple of at least one, and return copies in the form that templates read.
 
-    Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`;
-    with another joint than a line break, empty parts are left out. A list with parts of MEDIA_TYPES, THINKING or
+    Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`,
+    without empty parts. If that is None, a list of several text parts stays a list, for the template may write parts
+    one after the other; one of a single part, or none, becomes a text. A list with parts of MEDIA_TYPES, THINKING or
     LANGUAGE stays a list. Reasoning under any of REASONING_NAMES is stored under all of them, and a refusal becomes the
     content where that is missing.
 
@@ -73,11 +74,20 @@ def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[M
 
 
 def lost_instructions(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a rendered text lacks the content of a system or developer message, as far as that is a text and
-    without white space around it. text: the rendered text.
+    """Return whether a rendered text lacks a text of a system or developer message, without white space around it.
+    text: the rendered text.
     """
-    contents = (message.get("content") for message in messages if message["role"] in _INSTRUCTING)
-    return any(isinstance(content, str) and content.strip() not in text for content in contents)
+    contents = (_texts(message.get("content")) for message in messages if message["role"] in _INSTRUCTING)
+    return any(each.strip() not in text for texts in contents for each in texts or ())
+
+
+def _texts(content: Any) -> list[str] | None:
+    """Return the texts of a checked content, a text or a list of text parts; None for another content."""
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        return [part["text"] for part in content]
+    return None
 
 
 def has_unusual_instructions(messages: Sequence[Message]) -> bool:
@@ -91,14 +101,14 @@ def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence
     """Yield the messages and, if any message but the first is an instruction, a variant in which all instructions are
     joined into one message at the beginning.
 
-    Instructions are system and developer messages whose content is a text. For a template that does not contain the
-    role "developer", developer messages become system messages. If there is a developer message, the instructions at
-    the beginning are joined in the first variant too.
+    Instructions are system and developer messages whose content is a text or a list of texts. For a template that does
+    not contain the role "developer", developer messages become system messages. If there is a developer message, the
+    instructions at the beginning are joined in the first variant too.
     """
     has_developer = any(each["role"] == "developer" for each in messages)
     if has_developer and _KNOWS_DEVELOPER.search(template) is None:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-    is_text = [each["role"] in _INSTRUCTING and isinstance(each.get("content"), str) for each in messages]
+    is_text = [each["role"] in _INSTRUCTING and _texts(each.get("content")) is not None for each in messages]
     num_first = next((at for at, found in enumerate(is_text) if not found), len(messages))
     yield _merged(messages[:num_first], messages[num_first:]) if has_developer else messages
     if any(is_text[1:]):
@@ -108,11 +118,14 @@ def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence
 
 def _merged(instructions: Sequence[Message], others: Sequence[Message]) -> list[Message]:
     """Return a list that begins with one message that joins the texts of all instructions by empty lines, followed by
-    `others`. Without instructions, returns a list of `others`.
+    `others`. Its content is a list of one part if the first instruction's is a list. Without several instructions,
+    returns a list of them and `others`.
     """
-    if not instructions:
-        return [*others]
-    return [{**instructions[0], "content": "\n\n".join(each["content"] for each in instructions)}, *others]
+    if len(instructions) < 2:
+        return [*instructions, *others]
+    text = "\n\n".join("\n".join(_texts(each["content"]) or ()) for each in instructions)
+    content = [{"type": "text", "text": text}] if isinstance(instructions[0]["content"], list) else text
+    return [{**instructions[0], "content": content}, *others]
 
 
 def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
@@ -163,11 +176,11 @@ def kind(value: Any) -> str:
     return f"an empty {type(value).__name__}" if empty else type(value).__name__
 
 
-def _checked_message(message: Any, where: str, joint: str) -> Message:
+def _checked_message(message: Any, where: str, joint: str | None) -> Message:
     """Check one message and return a copy without None values. Reasoning is stored under all REASONING_NAMES. A refusal
     takes the place of a missing content; an answer that has neither calls nor reasoning gets the content "". Content
-    parts are joined by `joint` unless there are others than texts. where: path of the message in errors. Raises
-    RequestError for an invalid message.
+    parts are joined as in `checked_messages`. where: path of the message in errors. Raises RequestError for an invalid
+    message.
     """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
@@ -185,8 +198,11 @@ def _checked_message(message: Any, where: str, joint: str) -> Message:
         content = ""
     if isinstance(content, (list, tuple)):
         parts = [_checked_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
-        texts = [part["text"] for part in parts if "text" in part and (part["text"] or joint == "\n")]
-        content = joint.join(texts) if all(part["type"] == "text" for part in parts) else parts
+        texts = [part["text"] for part in parts if "text" in part]
+        if len(texts) < len(parts) or (joint is None and len(parts) > 1):
+            content = parts
+        else:
+            content = (joint or "").join(filter(None, texts))
     elif content is not None and not isinstance(content, str):
         raise _refused(f"{where}.content must be a text or a list of text parts, got {kind(content)}", content)
     checked = plain({**message, "content": content, "tool_calls": calls}, "messages")

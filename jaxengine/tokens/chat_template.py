@@ -37,13 +37,12 @@ CONTINUE_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "
 
 
 class Dialect(Protocol):
-    """Protocol of what is done to messages before a template writes them.
+    """Protocol of what is done to messages before a template writes them."""
 
-    Attributes:
-      joint: text between the text parts of a message.
-    """
-
-    joint: str
+    @property
+    def joint(self) -> str | None:
+        """Text between the text parts of a message; None if the template decides."""
+        ...
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
         """Return checked messages as the template expects them."""
@@ -57,7 +56,7 @@ class Dialect(Protocol):
 class _UsualDialect:
     """Dialect that changes nothing: special tokens written in messages become their ids."""
 
-    joint = "\n"
+    joint = None
 
     def written(self, messages: Sequence[Message]) -> list[Message]:
         return list(messages)
@@ -81,6 +80,7 @@ def render_chat(
     chat_template: Any,
     variables: Mapping[str, Any],
     placeholder: Callable[[str], str] | None = None,
+    content_format: str = "auto",
     dialect: Dialect = USUAL,
 ) -> str:
     """Return the prompt text of a conversation.
@@ -91,8 +91,9 @@ def render_chat(
       role_tokens: texts of the existing tokens, by names of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
         (also input_text, output_text) and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks
-        unless the list has {"type": "image"}, {"type": "video"} or {"type": "audio"}, for which the template may look,
-        or {"type": "thinking", "thinking": ...} or {"type": "language", "language": ...}, for which it must;
+        for a template that takes no parts. The list may have {"type": "image"}, {"type": "video"} or {"type": "audio"},
+        for which the template may look, and {"type": "thinking", "thinking": ...} or {"type": "language", "language":
+        ...}, for which it must;
         an answer with tool_calls, reasoning or a refusal may have no content. Arguments in tool_calls are objects or
         texts; of truncated JSON the template gets as much as is there. A message of the role developer is a system
         message for templates that do not know the role. Several instructions that the template refuses or leaves out
@@ -106,6 +107,7 @@ def render_chat(
       variables: additional variables of the template; names of OWN_NAMES are refused.
       placeholder: for a model that takes media, returns the text that stands for "image", "video" or "audio" in
         templates that take only text; None for a text-only model.
+      content_format: as of content_format.with_contents.
       dialect: what is done to messages beforehand. Token texts and placeholders are not guarded.
 
     Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being rendered.
@@ -113,7 +115,7 @@ def render_chat(
     checked = dialect.guarded(dialect.written(checked_messages(messages, dialect.joint)))
     _check_options(add_generation_prompt, continue_final_message, tools)
     source = _choose(templates, chat_template, tools)
-    checked = with_contents(checked, source, placeholder)
+    checked = with_contents(checked, source, placeholder, content_format)
     if continue_final_message:
         checked[-1] = _marked(checked[-1])
     for name in variables:

@@ -13,10 +13,11 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import LANGUAGE, MEDIA_TYPES, THINKING, Message
 
+CONTENT_FORMATS = ("auto", "string", "openai")
 _CONTENT = "content"
 _IMAGE, _VIDEO, _AUDIO = MEDIA_TYPES
 _ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
@@ -24,10 +25,13 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 
 
 def with_contents(
-    messages: Sequence[Message], template: str, placeholder: Callable[[str], str] | None
+    messages: Sequence[Message],
+    template: str,
+    placeholder: Callable[[str], str] | None,
+    content_format: str = "auto",
 ) -> list[Message]:
     """Return messages whose contents have the form that the template expects: lists of parts, or texts in which
-    placeholders stand for images, videos and audio.
+    placeholders stand for images, videos and audio, and whose parts are joined by line breaks.
 
     A text stays a text if a template that takes parts also tests for texts. A template that takes parts but does not
     mention audio, or video next to images, gets placeholders in text parts for these.
@@ -35,21 +39,21 @@ def with_contents(
     Args:
       messages: result of chat_messages.checked_messages; not changed.
       template: Jinja source.
-      placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
-        unchanged.
+      placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model.
+      content_format: "string" for texts, "openai" for parts alone, "auto" for what the template takes.
 
-    Raises RequestError for media if `placeholder` is None and the template takes texts, and for parts of THINKING or
-    LANGUAGE if it takes none.
+    Raises RequestError for another content_format, for media if `placeholder` is None and the template takes texts, and
+    for parts of THINKING or LANGUAGE if it takes none.
     """
+    if content_format not in CONTENT_FORMATS:
+        param, text = "chat_template_content_format", f"must be one of {', '.join(CONTENT_FORMATS)}"
+        raise RequestError(f"{param} {text}, got {show_value(content_format)}", param=param, value=content_format)
     for kind, instead in ((THINKING, "; reasoning_content has earlier reasoning"), (LANGUAGE, "")):
         if kind not in template and any(_has(kind, message) for message in messages):
             raise RequestError(f"the chat template takes no content part of type '{kind}'{instead}", param="messages")
-    has_media = any(isinstance(message.get("content"), list) for message in messages)
-    if not has_media and placeholder is None:
-        return list(messages)
-    if takes_parts(template):
+    if content_format == "openai" or (content_format == "auto" and takes_parts(template)):
         # Some templates accept only parts, and would omit a text.
-        takes_texts = _ASKS_FOR_TEXT.search(template) is not None
+        takes_texts = content_format == "auto" and _ASKS_FOR_TEXT.search(template) is not None
         messages = [message if takes_texts else _as_parts(message) for message in messages]
         unknown = {_VIDEO} if _IMAGE in template and _VIDEO not in template else set[str]()
         unknown |= {_AUDIO} if _AUDIO not in template else set[str]()

@@ -248,6 +248,7 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         placeholder: Callable[[str], str] | None = None,
+        content_format: str = "auto",
         **variables: Any,
     ) -> str:
         """Return the prompt text of a conversation, to be encoded with add_special_tokens=False.
@@ -257,8 +258,9 @@ class Tokenizer:
         add_generation_prompt. tools: JSON-schema dicts, or None. chat_template: Jinja source or the name of one of the
         model's templates; None for the model's default. chat_template_kwargs, variables: additional variables of the
         template; the former also allows names of arguments. placeholder: function that returns the text for "image",
-        "video" or "audio" in templates that take only text; None for a text-only model. chat_template.render_chat
-        describes details.
+        "video" or "audio" in templates that take only text; None for a text-only model. content_format: "string" or
+        "openai" for contents that are texts or parts whatever the template takes. chat_template.render_chat describes
+        details.
 
         Special tokens written in messages, tools and variables become their ids, except in Mistral AI's own formats,
         where the text has the character mistral.dialect.GUARD in them, which is not encoded.
@@ -277,6 +279,7 @@ class Tokenizer:
             chat_template=chat_template,
             variables={**(chat_template_kwargs or {}), **variables},
             placeholder=placeholder,
+            content_format=content_format,
             dialect=self.dialect,
         )
 

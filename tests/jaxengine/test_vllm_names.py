@@ -47,7 +47,6 @@ NOT_TAKEN: dict[str, dict[str, str]] = {
     "LLM": _PROFILE
     | {
         "beam_search": "concurrency_limit",
-        "chat": "chat_template_content_format",
         "generate": "mm_processor_kwargs",
     },
     "AsyncLLM": _PROFILE

@@ -16,6 +16,7 @@ GROUPS: dict[str, str] = {
         quantization seed max_model_len enforce_eager max_logprobs logprobs_mode generation_config
         override_generation_config hf_token hf_overrides
         pooler_config runner convert logits_processors allowed_local_media_path allowed_media_domains chat_template
+        chat_template_content_format
         capture capture_layers steer steering_vectors enable_trace_replay enable_sampling_mass
         enable_return_routed_experts return_sampling_mask rl_exact plugins
         sleep_idle_seconds fit enable_prompt_embeds
@@ -55,6 +56,7 @@ GROUPS: dict[str, str] = {
 }
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z]+)\.([^=]+)(?:=(.*))?", re.DOTALL)
 _HELP = "--help="
+_OF_PYTHON = {"True": True, "False": False, "None": None}
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -215,7 +217,9 @@ class Several(argparse._ExtendAction):
 
 
 def json_or_text(text: str) -> Any:
-    """Return the decoded value of a JSON text; the text itself if it is not JSON."""
+    """Return the decoded value of a JSON text, or of Python's True, False or None; the text itself if it is neither."""
+    if text in _OF_PYTHON:
+        return _OF_PYTHON[text]
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

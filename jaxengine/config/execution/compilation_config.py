@@ -28,7 +28,7 @@ _OF_TORCH = """
 
 
 class CompilationMode(IntEnum):
-    """vLLM's names of `CompilationConfig.mode`; only VLLM_COMPILE exists here."""
+    """vLLM's names of `CompilationConfig.mode`."""
 
     NONE = 0
     STOCK_TORCH_COMPILE = 1
@@ -56,8 +56,9 @@ class CompilationConfig:
         included.
       max_cudagraph_capture_size: largest of the platform's numbers of sequences to compile, besides max_num_seqs; None
         for all. With cudagraph_capture_sizes, it may only be the largest of them.
-      mode: None or 3; every step is compiled as a whole, so lower modes do not exist (`enforce_eager` skips warm-up).
-        A CompilationMode and its name mean its number; the argument `level` is the earlier name of mode.
+      mode: None, or how much torch compiles, 0 to 3; every step is compiled as a whole whatever it is (`enforce_eager`
+        skips warm-up). A CompilationMode and its name mean its number; the argument `level` is the earlier name of
+        mode.
     """
 
     cudagraph_capture_sizes: tuple[int, ...] | None = None
@@ -75,8 +76,10 @@ class CompilationConfig:
                 raise ConfigError("compilation_config.level", level, f"as mode, which is {self.mode!r}, or absent")
             object.__setattr__(self, "mode", level)
         object.__setattr__(self, "mode", _mode(self.mode))
-        if self.mode not in (None, 3) or isinstance(self.mode, bool):
-            raise ConfigError("compilation_config.mode", self.mode, "None or 3")
+        if self.mode not in (None, *CompilationMode) or isinstance(self.mode, bool):
+            raise ConfigError("compilation_config.mode", self.mode, "None, or 0 to 3")
+        if self.mode not in (None, CompilationMode.VLLM_COMPILE):
+            logger.info("compilation_config.mode=%r changes nothing here: XLA compiles every step whole", self.mode)
         for name in ("cudagraph_capture_sizes", "prefill_sizes"):
             sizes = getattr(self, name)
             if sizes is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from jaxengine.config.base.values import plain, whole_number
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
     from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
+
+logger = logging.getLogger(__name__)
 
 NAME = "speculative_config"
 NGRAM, DRAFT_MODEL, MTP, GRAMMAR = "ngram", "draft_model", "mtp", "grammar"
@@ -44,6 +47,15 @@ _OF_METHODS = {
     "prompt_lookup_min": (NGRAM,),
     "streams": tuple(HEADS),
     **dict.fromkeys(_OF_DRAFTER, _MAY_BE_STORED),
+}
+# Fields of vLLM's about how drafts are computed, and their values. None can change a token.
+_HOW = {
+    "disable_padded_drafter_batch": (True, False),
+    "draft_sample_method": ("greedy", "probabilistic"),
+    "enforce_eager": (True, False),
+    "max_model_len": range(1, 2**31),
+    "rejection_sample_method": ("standard", "strict", "probabilistic"),
+    "use_local_argmax_reduction": (True, False),
 }
 # Options of a flat form, and the field of each.
 FLAT = {
@@ -96,6 +108,8 @@ class SpeculativeConfig:
             raise ConfigError(NAME, value, "a dict of its fields")
         known = [each.name for each in fields(cls)]
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
+        for name in [name for name, values in _HOW.items() if name in chosen and chosen[name] in values]:
+            logger.info("%s.%s=%r changes nothing here: no token depends on it", NAME, name, chosen.pop(name))
         if other := next((key for key in chosen if key not in known), None):
             raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))

@@ -1,14 +1,31 @@
-"""The option chat_template: a template or, as in vLLM, the name of a file that holds one."""
+"""Options of chat templates: a template, or the name of a file that holds one, and what contents it gets."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
 
+# As in tokens.content_format, which imports no options.
+CONTENT_FORMATS = ("auto", "string", "openai")
 _MAX_BYTES = 1 << 20
 _ADVICE = "give a template with {{ }} or {% %} in it, or the name of a file that holds one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """The fields of EngineConfig about chat templates.
+
+    Attributes:
+      chat_template: Jinja template to use instead of the model's, or the name of a file that holds one.
+      chat_template_content_format: what the template gets as a message's content: "string" for a text, with the texts
+        of several parts joined by line breaks; "openai" for a list of parts; "auto" for what the template takes.
+    """
+
+    chat_template: str | None = None
+    chat_template_content_format: str = "auto"
 
 
 def read_chat_template(value: Any) -> Any:

@@ -80,6 +80,7 @@ def test_compilation_modes_have_vllms_names():
         dataclasses.replace(whole),
     ):
         assert value == whole and type(value.mode) is int
-    for wrong in ({"level": CompilationLevel.DYNAMO_ONCE}, {"mode": 3, "level": 2}, {"mode": True}, {"mode": "FULL"}):
+    assert CompilationConfig(level=CompilationLevel.DYNAMO_ONCE).mode == 2
+    for wrong in ({"mode": 4}, {"mode": 3, "level": 2}, {"mode": True}, {"mode": "FULL"}):
         with pytest.raises(ConfigError, match="compilation_config"):
             CompilationConfig(**wrong)

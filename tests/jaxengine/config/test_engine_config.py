@@ -70,11 +70,11 @@ def test_an_error_is_short_whatever_the_value(field):
         {"block_size": -1},
         {"compilation_config": {"cudagraph_capture_sizes": [0]}},
         {"compilation_config": {"sizes": [1]}},
-        {"compilation_config": {"mode": 1}},
+        {"compilation_config": {"mode": 4}},
         {"max_cudagraph_capture_size": 0},
         {"max_cudagraph_capture_size": "many"},
         {"max_cudagraph_capture_size": 4, "cudagraph_capture_sizes": [1, 8]},
-        {"compilation_config": 2},
+        {"compilation_config": -1},
     ],
 )
 def test_values_out_of_range_are_refused(options):

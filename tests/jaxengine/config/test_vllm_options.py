@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,44 @@ def test_options_not_built_are_refused_unless_they_ask_for_nothing(name):
             with pytest.raises(ConfigError, match="not supported yet; leave it at") as error:
                 EngineConfig.from_options(**{name: value})
             assert error.value.param == name
+
+
+# Flags of recipes (recipes.vllm.ai) about how vLLM computes, none of which can change a token.
+@each_row(
+    "line",
+    [
+        "--mamba-ssm-cache-dtype float32 --mamba-cache-mode align --mamba-backend triton",
+        "--enable-flashinfer-autotune --kernel-config.enable_flashinfer_autotune=True",
+        "--no-enable-flashinfer-autotune --kernel-config.enable_flashinfer_autotune False",
+        '--kernel-config \'{"moe_backend": "auto", "enable_flashinfer_autotune": false}\'',
+        "--attention_config.use_fp4_indexer_cache=False",
+        "--load-format fastsafetensors --skip-mm-profiling --swap-space 16",
+        '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}\' -cc.mode=VLLM_COMPILE',
+        "--chat-template-content-format=string",
+        '-sc \'{"method": "mtp", "num_speculative_tokens": 3, "max_model_len": 16384, "enforce_eager": true}\'',
+        "-sc.method mtp -sc.num_speculative_tokens 3 -sc.draft_sample_method probabilistic",
+    ],
+)
+def test_flags_of_recipes_are_taken(line):
+    EngineConfig.from_options(**given_options(PARSER.parse_args(["serve", "m", *shlex.split(line)]), EngineConfig))
+
+
+@each_row(
+    ("line", "name"),
+    [
+        ("--kernel-config.moe_backend=triton", "kernel_config"),
+        ("--attention_config.use_fp4_indexer_cache=True", "attention_config"),
+        ("--mamba-ssm-cache-dtype float16", "mamba_ssm_cache_dtype"),
+        ("--chat-template-content-format parts", "chat_template_content_format"),
+        ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "speculative_config"),
+        ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.max_model_len 0", "speculative_config"),
+    ],
+)
+def test_what_would_change_an_answer_is_refused(line, name):
+    args = PARSER.parse_args(["serve", "m", *shlex.split(line)])
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_options(**given_options(args, EngineConfig))
+    assert error.value.param == name
 
 
 def test_vllms_own_code_of_models_is_what_this_engine_has():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jaxengine import SamplingParams
@@ -123,12 +125,21 @@ def test_a_limit_above_the_context_is_the_rest_of_the_context(smollm, answer):
     assert (output.token_ids, output.finish_reason) == (first.token_ids[:1], "stop") and params.max_tokens == most
 
 
+def test_the_content_format_of_an_engine_and_of_a_call(smollm, monkeypatch):
+    inputs, template = smollm.core.inputs, "{{ 'text' if messages[0].content is string else 'parts' }}"
+    assert inputs.chat_prompt(QUESTION, chat_template=template)["prompt"] == "text"
+    monkeypatch.setattr(inputs, "config", dataclasses.replace(inputs.config, chat_template_content_format="openai"))
+    assert inputs.chat_prompt(QUESTION, chat_template=template)["prompt"] == "parts"
+    assert inputs.chat_prompt(QUESTION, chat_template=template, content_format="string")["prompt"] == "text"
+
+
 def test_bad_text_requests_are_named(smollm):
     for call, param in (
         (lambda: smollm.generate("", GREEDY), "prompt"),
         (lambda: smollm.generate("x " * 2000, GREEDY), "prompt"),
         (lambda: smollm.chat([], GREEDY), "messages"),
         (lambda: smollm.chat([{"role": "user"}], GREEDY), "messages"),
+        (lambda: smollm.chat(QUESTION, chat_template_content_format="parts"), "chat_template_content_format"),
         (lambda: smollm.generate("x", GREEDY.clone_with(bad_words=["a"] * 129)), "bad_words"),
     ):
         with pytest.raises(RequestError) as error:

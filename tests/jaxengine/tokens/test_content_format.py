@@ -95,7 +95,22 @@ def test_a_sound_is_a_part_or_a_text(tokenizer):
 def test_a_template_that_takes_nothing_but_parts_gets_its_texts_as_parts(tokenizer):
     assert render(tokenizer, ASK, LLAVA) == "SYSTEM: Look.USER: <image>\nWhat?<video>And?"
     texts = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [TEXT, TEXT]}]
-    assert render(tokenizer, texts, LLAVA) == "USER: HiASSISTANT: What?\nWhat?"
+    assert render(tokenizer, texts, LLAVA) == "USER: HiASSISTANT: What?What?"
+    # A model of text alone, too: the template would go over the letters of a text.
+    assert tokenizer.apply_chat_template(texts, chat_template=LLAVA, add_generation_prompt=False) == (
+        "USER: HiASSISTANT: What?What?"
+    )
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAVA, GEMMA, MACRO])
+def test_several_texts_are_those_of_transformers(tokenizer, template):
+    """A template that takes parts writes them one after the other, whatever the model takes besides text."""
+    parts = [TEXT, {"type": "text", "text": " Hi "}]
+    messages = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
+    expected = tokenizer.hf.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert render(tokenizer, messages, template) == expected
+    options = {"chat_template": template, "add_generation_prompt": False}
+    assert tokenizer.apply_chat_template(messages, **options) == expected
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAVA, GEMMA, MACRO])
@@ -116,14 +131,32 @@ def test_a_template_that_takes_texts_gets_placeholders_in_place(tokenizer):
     assert refusal.value.param == "messages"
 
 
-def test_a_model_of_text_alone_gets_its_messages_as_ever(tokenizer):
-    parts = [{"role": "user", "content": [TEXT, "Hi"]}]
-    for template in (CHATML, QWEN, GEMMA):
-        as_text = tokenizer.apply_chat_template([{"role": "user", "content": "What?\nHi"}], chat_template=template)
-        assert tokenizer.apply_chat_template(parts, chat_template=template) == as_text
-    for name in ("input_text", "output_text"):  # as /v1/responses calls them
-        same = [{"role": "user", "content": [{**TEXT, "type": name}, "Hi"]}]
-        assert tokenizer.apply_chat_template(same, chat_template=template) == as_text
+def test_several_texts_are_joined_where_the_template_takes_none(tokenizer):
+    as_text = tokenizer.apply_chat_template([{"role": "user", "content": "What?\nHi"}], chat_template=CHATML)
+    for name in ("text", "input_text", "output_text"):  # as /v1/responses calls them
+        parts = [{"role": "user", "content": [{**TEXT, "type": name}, "Hi"]}]
+        assert tokenizer.apply_chat_template(parts, chat_template=CHATML) == as_text
+
+
+def test_a_content_format_that_is_given(tokenizer):
+    several = [{"role": "user", "content": [TEXT, "Hi"]}]
+    single = [{"role": "user", "content": "Hi"}]
+    for template in (CHATML, QWEN):
+        assert "What?\nHi" in render(tokenizer, several, template, content_format="string")
+    types = "{% for m in messages %}{{ 'text' if m.content is string else m.content | length }}{% endfor %}"
+    assert render(tokenizer, several + single, types) == "texttext"
+    assert render(tokenizer, several + single, types, content_format="openai") == "21"
+    assert render(tokenizer, several + single, types, content_format="string") == "texttext"
+
+
+def test_instructions_of_several_texts_are_merged(tokenizer):
+    """Where the template refuses a second system message, as of one text."""
+    first = "{% for m in messages %}{% if m.role == 'system' and loop.index > 1 %}{{ raise_exception(0) }}{% endif %}"
+    texts = first + "{{ m.content }};{% endfor %}"
+    parts = first + "{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "system", "content": [TEXT, "Now."]}]
+    assert render(tokenizer, [{"role": "system", "content": "Be."}, *messages], texts) == "Be.\n\nWhat?\nNow.;Hi;"
+    assert render(tokenizer, [{"role": "system", "content": "Be."}, *messages], parts) == "Be.\n\nWhat?\nNow.;Hi;"
 
 
 def test_continuing_a_message_with_a_picture(tokenizer):
