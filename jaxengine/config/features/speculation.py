@@ -53,7 +53,6 @@ _HOW = {
     "disable_padded_drafter_batch": (True, False),
     "draft_sample_method": ("greedy", "probabilistic"),
     "enforce_eager": (True, False),
-    "max_model_len": range(1, 2**31),
     "rejection_sample_method": ("standard", "strict", "probabilistic"),
     "use_local_argmax_reduction": (True, False),
 }
@@ -110,6 +109,10 @@ class SpeculativeConfig:
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
         for name in [name for name, values in _HOW.items() if name in chosen and chosen[name] in values]:
             logger.info("%s.%s=%r changes nothing here: no token depends on it", NAME, name, chosen.pop(name))
+        # vLLM proposes no drafts beyond it.
+        if str(chosen.get("max_model_len", "")).isdecimal():
+            logger.info("%s.max_model_len changes nothing here: requests of any length have drafts", NAME)
+            del chosen["max_model_len"]
         if other := next((key for key in chosen if key not in known), None):
             raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))

@@ -88,7 +88,7 @@ def test_options_not_built_are_refused_unless_they_ask_for_nothing(name):
         "--load-format fastsafetensors --skip-mm-profiling --swap-space 16",
         '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}\' -cc.mode=VLLM_COMPILE',
         "--chat-template-content-format=string",
-        '-sc \'{"method": "mtp", "num_speculative_tokens": 3, "max_model_len": 16384, "enforce_eager": true}\'',
+        '-sc \'{"method": "mtp", "num_speculative_tokens": 3, "max_model_len": "16384", "enforce_eager": true}\'',
         "-sc.method mtp -sc.num_speculative_tokens 3 -sc.draft_sample_method probabilistic",
     ],
 )
@@ -104,7 +104,7 @@ def test_flags_of_recipes_are_taken(line):
         ("--mamba-ssm-cache-dtype float16", "mamba_ssm_cache_dtype"),
         ("--chat-template-content-format parts", "chat_template_content_format"),
         ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "speculative_config"),
-        ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.max_model_len 0", "speculative_config"),
+        ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.max_model_len auto", "speculative_config"),
     ],
 )
 def test_what_would_change_an_answer_is_refused(line, name):
