@@ -244,9 +244,9 @@ ROOMS = {
     ),
     "runner.extensions.drafts": (
         "sharding models.params models.config models.config.readers models models.layers.base "
-        "models.layers.attention models.layers models:registry models.weights.formats scheduler.batches "
-        "scheduler.extensions sampling config.base config.features config drafts checkpoint runner.base "
-        "runner.executables runner.programs runner.extensions"
+        "models.layers.attention models.layers models:registry models.weights.formats models.weights.views "
+        "scheduler.batches scheduler.extensions sampling config.base config.features config drafts checkpoint "
+        "runner.base runner.executables runner.programs runner.extensions"
     ),
     "runner.extensions:build": (
         "models config.base config checkpoint media runner.base runner.programs runner.extensions.pooling "

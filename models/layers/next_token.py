@@ -9,13 +9,11 @@ logits. Checkpoints store it as layer number num_hidden_layers, or under names o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
@@ -23,13 +21,10 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.params.declare import Source
-from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.sharding.stages import Stage
 
-# Tensors that the layer shares with the model: a checkpoint may hold copies.
-_SHARED = ("embed_tokens.", "shared_head.head.")
 
 
 @cache
@@ -95,30 +90,3 @@ def with_next_layer(config: ModelConfig) -> ModelConfig:
     """
     attention = *config.attention, config.attending[-1]
     return replace(config, attention=attention, num_nextn_predict_layers=0, tower=None)
-
-
-class NextTokenSource(WrappedSource):
-    """View of a model's checkpoint with only the tensors of its next-token layer, without those in _SHARED, as tensors
-    of layer `number`. names: CheckpointNames.next_layer.
-    """
-
-    def __init__(self, source: WeightSource, number: int, names: tuple[tuple[str, str], ...] = ()):
-        super().__init__(source)
-        prefix, self._stored = f"model.layers.{number}.", dict[str, str]()
-        for stored in source.names():
-            found = (prefix + new + stored.removeprefix(old) for old, new in names if stored.startswith(old))
-            name = next(found, stored)
-            if name.startswith(prefix) and not name.removeprefix(prefix).startswith(_SHARED):
-                self._stored[name] = stored
-
-    def names(self) -> Iterable[str]:
-        return self._stored.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._stored[name])
-
-    def held_in(self, name: str) -> tuple[str, ...]:
-        return (self._stored.get(name, name),)
-
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        return self._source.read(self._stored[name], rows, columns)

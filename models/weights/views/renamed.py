@@ -58,6 +58,23 @@ class NamedSource(WrappedSource):
         return self._source.read(self._stored[name], rows, columns)
 
 
+class NextTokenSource(NamedSource):
+    """View of a model's checkpoint with only the tensors of its next-token layer, without those that the model lends
+    it, as tensors of layer `number`. names: CheckpointNames.next_layer.
+    """
+
+    def __init__(self, source: WeightSource, number: int, names: tuple[tuple[str, str], ...] = ()):
+        prefix = f"model.layers.{number}."
+
+        def name_of(stored: str) -> str | None:
+            found = (prefix + new + stored.removeprefix(old) for old, new in names if stored.startswith(old))
+            name = next(found, stored)
+            own = name.removeprefix(prefix)
+            return None if own == name or own.startswith(("embed_tokens.", "shared_head.head.")) else name
+
+        super().__init__(source, name_of)
+
+
 class RenamedSource(NamedSource):
     """WeightSource of a checkpoint under the model's names and shapes, as its CheckpointNames define them. Unused
     tensors and known constants are left out.

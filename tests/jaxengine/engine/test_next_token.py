@@ -18,9 +18,9 @@ from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.speculation import MTP
 from jaxengine.models.build import Build
-from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.registry import build_next_token, read_folder, read_hf
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.renamed import NextTokenSource
 from jaxengine.runner.extensions.drafts.open import open_draft
 from jaxengine.runner.weights.weight_names import WeightUpdateError
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all

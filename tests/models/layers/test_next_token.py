@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 from jaxengine.models.build import Build
 from jaxengine.models.cache import pool_spec
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.registry import build_next_token, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.renamed import NextTokenSource
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 from tests.fixtures.drawn_weights import FOLDER, draw, draw_all

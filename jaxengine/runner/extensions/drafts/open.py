@@ -33,7 +33,6 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.dflash import DFlashSource
 from jaxengine.models.layers.draft_head import DraftHeadSource
 from jaxengine.models.layers.eagle3 import Eagle3Source
-from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.registry import (
     build_dflash,
@@ -45,6 +44,7 @@ from jaxengine.models.registry import (
     read_eagle3,
     read_next_token,
 )
+from jaxengine.models.weights.views.renamed import NextTokenSource
 from jaxengine.runner.extensions.drafts.programs import BlockPrograms, DraftPrograms, HeadPrograms
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage

@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 
 from jaxengine.models.layers.draft_head import EMBEDDING, LM_HEAD
-from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.formats.arrays import ArraySource, on_host
+from jaxengine.models.weights.views.renamed import NextTokenSource
 from jaxengine.runner.extensions.drafts.open import HEAD_KINDS
 
 
