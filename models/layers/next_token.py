@@ -26,7 +26,6 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.sharding.stages import Stage
 
 
-
 @cache
 def next_token_class(family: type[Decoder]) -> type[Decoder]:
     """Return the class of the family's next-token layer, cached by family: one layer between norms of its own, whose

@@ -6,6 +6,7 @@ the first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +40,16 @@ class AlignedTowerConfig(VitTowerConfig):
     Attributes:
       products: checkpoint modules of the aligner's products, in order.
       aligner_activation: activation before each product but the first.
+      encoder: checkpoint module of SigLIP.
     """
 
     products: tuple[str, ...]
-    aligner_activation: str
+    aligner_activation: str = "gelu"
+    encoder: str = TOWER
 
     @property
     def unused(self) -> tuple[str, ...]:
-        return (f"{TOWER}.head.",)
+        return (f"{self.encoder}.head.",)
 
     def make(self, hidden_size: int, build: Build) -> AlignedTower:
         return AlignedTower(self, hidden_size, build)
@@ -56,7 +59,7 @@ def read_deepseek_vl(fields: ConfigFields) -> AlignedTowerConfig:
     """Return the configuration of DeepSeek-VL's tower from a config.json: SigLIP, and two products. Raises
     ModelConfigError for wrong fields.
     """
-    return _tower(read_siglip(fields), (f"{ALIGNER}.linear1", f"{ALIGNER}.linear2"), "gelu")
+    return aligned(read_siglip(fields), (f"{ALIGNER}.linear1", f"{ALIGNER}.linear2"))
 
 
 def read_janus(fields: ConfigFields) -> AlignedTowerConfig:
@@ -76,31 +79,26 @@ def read_janus(fields: ConfigFields) -> AlignedTowerConfig:
     sizes = ConfigFields({**vision.raw, f"{vision.prefix}intermediate_size": inner}, vision.prefix)
     vit = read_vit(sizes, qkv_bias=vision.boolean("attention_bias", True))
     further = tuple(f"{ALIGNER}.hidden_layers.{number}" for number in range(vision.integer("depth", 2) - 1))
-    return _tower(vit, (f"{ALIGNER}.fc1", *further), vit.activation)
+    return aligned(vit, (f"{ALIGNER}.fc1", *further), aligner_activation=vit.activation)
 
 
-def _tower(vit: VitConfig, products: tuple[str, ...], activation: str) -> AlignedTowerConfig:
-    """Return the configuration with these sizes, aligner products and activation between them."""
+def aligned(vit: VitConfig, products: tuple[str, ...], **more: Any) -> AlignedTowerConfig:
+    """Return the configuration with these sizes and aligner products. more: further fields."""
+    size = vit.num_patches
     return AlignedTowerConfig(
-        num_features=vit.num_features,
-        columns=(),
-        merge=1,
-        unit=vit.num_patches,
-        vit=vit,
-        products=products,
-        aligner_activation=activation,
+        num_features=vit.num_features, columns=(), merge=1, unit=size, vit=vit, products=products, **more
     )
 
 
 class AlignedTower(nnx.Module):
-    """Vision tower of DeepSeek-VL and Janus: SigLIP and an aligner.
+    """Vision tower of DeepSeek-VL, Janus and PaliGemma: SigLIP and an aligner.
 
     A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
 
     def __init__(self, config: AlignedTowerConfig, hidden_size: int, build: Build):
         vit = config.vit
-        self.encoder = ClipEncoder(vit, (vit.num_layers,), TOWER, build, with_last_norm=True)
+        self.encoder = ClipEncoder(vit, (vit.num_layers,), config.encoder, build, with_last_norm=True)
         sizes = (vit.hidden_size, *[hidden_size] * len(config.products))
         made = [
             linear(sizes[number], name, hidden_size, ("embed", "embed"), build)
