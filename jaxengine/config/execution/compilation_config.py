@@ -78,8 +78,6 @@ class CompilationConfig:
         object.__setattr__(self, "mode", _mode(self.mode))
         if self.mode not in (None, *CompilationMode) or isinstance(self.mode, bool):
             raise ConfigError("compilation_config.mode", self.mode, "None, or 0 to 3")
-        if self.mode not in (None, CompilationMode.VLLM_COMPILE):
-            logger.info("compilation_config.mode=%r changes nothing here: XLA compiles every step whole", self.mode)
         for name in ("cudagraph_capture_sizes", "prefill_sizes"):
             sizes = getattr(self, name)
             if sizes is None:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
-from jaxengine.media.processors.dots_ocr import TokenPositions
 from jaxengine.media.processors.qwen2_vl import Qwen2VLProcessor
+from jaxengine.media.processors.token_positions import TokenPositions
 
 
 class LlavaOnevision15Processor(TokenPositions):

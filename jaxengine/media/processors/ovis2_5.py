@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxengine.media.base.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.dots_ocr import TokenPositions
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
 from jaxengine.media.processors.qwen2_vl import Bounds
 from jaxengine.media.processors.text_placeholder import with_tokens_of
+from jaxengine.media.processors.token_positions import TokenPositions
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.scheduler.base.errors import RequestError

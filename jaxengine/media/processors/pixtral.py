@@ -193,6 +193,14 @@ def _read_longest(fields: ConfigFields) -> int:
     return longest
 
 
+class LightOnOcrProcessor(PixtralProcessor):
+    """Processor of LightOnOcrForConditionalGeneration: Pixtral's, without tokens between the lines of an image."""
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Return the prompt of GridProcessor.expand."""
+        return GridProcessor.expand(self, token_ids, items)
+
+
 def llava_or_pixtral(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:

@@ -188,3 +188,14 @@ def tilings(least: int, most: int, most_lines: int = MAX_TILES) -> list[tuple[in
     sides = range(1, min(most, most_lines) + 1)
     found = [(rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most]
     return sorted(found, key=lambda tiling: tiling[0] * tiling[1])
+
+
+class GotOcr2Processor(TilesProcessor):
+    """Processor of GotOcr2ForConditionalGeneration: for images alone, each stretched to one square unless tiles are
+    requested.
+    """
+
+    modalities: tuple[str, ...] = ("image",)
+    needs_tokenizer = False
+    crops = False
+    token_names = ("image_token_index", "image_token_id")
