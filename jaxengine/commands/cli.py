@@ -94,7 +94,7 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
         abbreviates: bool = False,
     ) -> None:
         """Add a command with its help text to `group`, and its arguments if `words` may name it. abbreviates: whether
-        flags may be cut short, as `vllm bench serve --random-input 512` of recipes is.
+        flags may be cut short.
         """
         parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=abbreviates)
         if words is None or name in words:

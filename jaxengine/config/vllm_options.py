@@ -256,7 +256,7 @@ def settle(name: str, value: Any) -> None:
 
 def asks_for_nothing(name: str, value: Any) -> bool:
     """Return whether a value of the option `name` has no effect: None, empty, False for an option that is not on by
-    default, one of the option's values in NOT_BUILT, or a dict of such values of options or of its own switches.
+    default, one of the option's values in NOT_BUILT, or a dict of options with such values.
     """
     if value is None or (value is False and name not in _ON):
         return True

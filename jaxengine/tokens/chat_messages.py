@@ -117,9 +117,8 @@ def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence
 
 
 def _merged(instructions: Sequence[Message], others: Sequence[Message]) -> list[Message]:
-    """Return a list that begins with one message that joins the texts of all instructions by empty lines, followed by
-    `others`. Its content is a list of one part if the first instruction's is a list. Without several instructions,
-    returns a list of them and `others`.
+    """Return a list of one message that joins the texts of all instructions by empty lines, as a list of one part if
+    the first one's content is a list, and of `others`. Fewer than two instructions stay as they are.
     """
     if len(instructions) < 2:
         return [*instructions, *others]

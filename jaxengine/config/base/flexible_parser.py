@@ -217,7 +217,7 @@ class Several(argparse._ExtendAction):
 
 
 def json_or_text(text: str) -> Any:
-    """Return the decoded value of a JSON text, or of Python's True, False or None; the text itself if it is neither."""
+    """Return the decoded value of a JSON text, or of Python's True, False or None; else the text itself."""
     if text in _OF_PYTHON:
         return _OF_PYTHON[text]
     try:

@@ -48,14 +48,11 @@ _OF_METHODS = {
     "streams": tuple(HEADS),
     **dict.fromkeys(_OF_DRAFTER, _MAY_BE_STORED),
 }
-# Fields of vLLM's about how drafts are computed, and their values. None can change a token.
-_HOW = {
-    "disable_padded_drafter_batch": (True, False),
-    "draft_sample_method": ("greedy", "probabilistic"),
-    "enforce_eager": (True, False),
-    "rejection_sample_method": ("standard", "strict", "probabilistic"),
-    "use_local_argmax_reduction": (True, False),
-}
+# Fields of vLLM's about how drafts are computed, and for which requests. None can change a token.
+_HOW = (
+    *("disable_padded_drafter_batch", "draft_sample_method", "enforce_eager", "max_model_len"),
+    "use_local_argmax_reduction",
+)
 # Options of a flat form, and the field of each.
 FLAT = {
     "speculative_model": "model",
@@ -107,12 +104,8 @@ class SpeculativeConfig:
             raise ConfigError(NAME, value, "a dict of its fields")
         known = [each.name for each in fields(cls)]
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
-        for name in [name for name, values in _HOW.items() if name in chosen and chosen[name] in values]:
+        for name in chosen.keys() & _HOW:
             logger.info("%s.%s=%r changes nothing here: no token depends on it", NAME, name, chosen.pop(name))
-        # vLLM proposes no drafts beyond it.
-        if str(chosen.get("max_model_len", "")).isdecimal():
-            logger.info("%s.max_model_len changes nothing here: requests of any length have drafts", NAME)
-            del chosen["max_model_len"]
         if other := next((key for key in chosen if key not in known), None):
             raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))

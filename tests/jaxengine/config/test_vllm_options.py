@@ -104,7 +104,6 @@ def test_flags_of_recipes_are_taken(line):
         ("--mamba-ssm-cache-dtype float16", "mamba_ssm_cache_dtype"),
         ("--chat-template-content-format parts", "chat_template_content_format"),
         ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "speculative_config"),
-        ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.max_model_len auto", "speculative_config"),
     ],
 )
 def test_what_would_change_an_answer_is_refused(line, name):
