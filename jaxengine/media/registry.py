@@ -71,7 +71,7 @@ PROCESSORS = {
     "KeyeForConditionalGeneration": "keye:KeyeProcessor",
     "KeyeVL1_5ForConditionalGeneration": "keye:KeyeImagesProcessor",
     "DotsOCRForCausalLM": "token_positions:DotsOcrProcessor",
-    "LLaVAOneVision1_5_ForConditionalGeneration": "llava_onevision1_5:LlavaOnevision15Processor",
+    "LLaVAOneVision1_5_ForConditionalGeneration": "token_positions:LlavaOnevision15Processor",
     "GotOcr2ForConditionalGeneration": "tiles:GotOcr2Processor",
     "QianfanOCRForConditionalGeneration": "qianfan_ocr:QianfanOCRProcessor",
     "HunYuanVLForConditionalGeneration": "hunyuan_vl:HunYuanVLProcessor",

@@ -1,5 +1,5 @@
 """Processors of models with Qwen2-VL's towers whose embeddings have the positions of tokens, not M-RoPE positions:
-dots.ocr, EXAONE 4.5, HyperCLOVA X SEED Think 32B, OpenCUA and VideoLLaMA 3.
+dots.ocr, EXAONE 4.5, HyperCLOVA X SEED Think 32B, LLaVA-OneVision 1.5, OpenCUA and VideoLLaMA 3.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor
@@ -52,6 +54,26 @@ class DotsOcrProcessor(TokenPositions):
     around_texts: ClassVar[tuple[str, str]] = ("<|img|>", "<|endofimg|>")
     defaults: ClassVar[Mapping[str, Any]] = {**Qwen2VLProcessor.defaults, "temporal_patch_size": 1}
     default_bounds: ClassVar[Mapping[str, Bounds]] = {"image": Bounds(56 * 56, 28 * 28 * 14400)}
+
+
+class LlavaOnevision15Processor(TokenPositions):
+    """Processor of LLaVAOneVision1_5_ForConditionalGeneration: for images alone, with patches of one frame. They fill
+    blocks of attention of their own, for the tower has a class token in each block.
+    """
+
+    modalities: tuple[str, ...] = ("image",)
+    around_texts: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
+    defaults: ClassVar[Mapping[str, Any]] = DotsOcrProcessor.defaults
+
+    def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
+        """Return the Processed item of a grid's patches, followed by padding up to a multiple of the tower's unit."""
+        made, merge = super().processed(patches, grid, seconds), self.tower.merge
+        missing = -len(made.patches) % self.tower.unit
+        return made._replace(
+            patches=np.pad(made.patches, ((0, missing), (0, 0))),
+            columns=np.pad(made.columns, ((0, 0), (0, missing)), constant_values=-1),
+            rows=np.pad(made.rows, (0, missing // merge), constant_values=-1),
+        )
 
 
 class VideoLlama3Processor(TokenPositions):
