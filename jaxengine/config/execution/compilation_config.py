@@ -116,14 +116,15 @@ class CompilationConfig:
         if value is None or isinstance(value, cls):
             return value or cls()
         if isinstance(value, int) and not isinstance(value, bool):
-            return cls(mode=value)
+            value = {"mode": value}
         if not isinstance(value, Mapping):
             raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 3")
         known = [field.name for field in fields(cls)]
-        if foreign := {name: value[name] for name in _OF_TORCH.split() if name in value}:
+        lower = ("mode",) if _mode(value.get("mode")) in (0, 1, 2) else ()
+        if foreign := {name: value[name] for name in (*lower, *_OF_TORCH.split()) if name in value}:
             listed = ", ".join(f"compilation_config.{name}={each!r}" for name, each in foreign.items())
             logger.info("%s: changes nothing here, where XLA compiles every step whole", listed)
-            value = {name: each for name, each in value.items() if name not in foreign}
+            value = {name: each for name, each in value.items() if name in lower or name not in foreign}
         for name in value:
             if name not in (*known, "level"):
                 problem = f"compilation_config has no {name!r} here, where XLA compiles every step whole"
