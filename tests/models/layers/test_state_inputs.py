@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.decoder_step import DecoderStep
 from jaxengine.models.layers.states.inputs import SECTION, StateInputs
+from jaxengine.models.registry import build_model, read_folder
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
+from tests.fixtures.drawn_weights import FOLDER
 
 PAGE_SIZE, NUM_SLOTS, WIDTH, COUNTS, ACCEPTED = 4, 5, 4, (4, 3, 2), (2, 3, 1)
 # One for each kind of layer that keeps a state.
@@ -79,3 +82,25 @@ def test_states_follow_from_recorded_inputs(name, recorded):
         assert all(np.any(own[row] != before[row]) for row in written)
         np.testing.assert_array_equal(np.delete(own, written, 0), np.delete(before, written, 0))
     assert np.isfinite(out[: sum(COUNTS)]).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inputs_have_the_declared_dtypes_where_activations_have_fewer_bits(name):
+    """Those without a dtype of their own have that of activations, which cannot be told from float32 above."""
+    config = read_folder(FOLDER / name)
+    model = build_model(config, Build("bfloat16"))
+    groups = model.cache_groups(PAGE_SIZE, "bfloat16", hybrid=False)
+    index = next(index for index, layer in enumerate(config.attention) if layer.state is not None)
+    graph, weights = nnx.split(model)
+
+    def run(weights, states, x):
+        model, section = nnx.merge(graph, weights), StateInputs([()] * len(states))
+        cache = Cache(alloc(pool_spec(groups, 1)), states)
+        step = DecoderStep(config, model.build, groups, step_of(COUNTS, False, [(SECTION, section)]), cache)
+        step.run(index, model.layers[index], x)
+        return section.layers[0]
+
+    x = jax.ShapeDtypeStruct((WIDTH * len(COUNTS), config.stream_size), jnp.bfloat16)
+    inputs = jax.eval_shape(run, weights, state_rows(groups, NUM_SLOTS), x)
+    declared = [each.dtype or "bfloat16" for each in config.attention[index].state.token_inputs]
+    assert [each.dtype for each in inputs] == declared
