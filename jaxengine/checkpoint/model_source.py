@@ -254,7 +254,7 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
     """
     tied = HEAD not in file.names()
     try:
-        pooling = pooling_of_gguf(file.metadata, config)
+        pooling = pooling_of_gguf(file.metadata, config, file.stored)
         pooler = None if pooling is None else pooling.pooler
         factors = _rope_factors(file)
         with _named_overrides():

@@ -5,7 +5,7 @@ Reads the files of sentence-transformers and transformers for embedders, classif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from jaxengine.models.config.pooler import (
     TOKEN_CLASSIFY,
     TOKEN_EMBED,
     Classifier,
+    Dense,
     Pooler,
     Splade,
 )
@@ -67,6 +68,12 @@ _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
 # Architectures of GGUF files that generate nothing, and how they pool if a file does not say it.
 _GGUF_POOLERS = {"bert": CLS, **dict.fromkeys(("nomic-bert", "modern-bert", "jina-bert-v2", "gemma-embedding"), MEAN)}
+# How a reranker of an architecture pools, and the modules that its file must have: BERT's is RoBERTa if it has types.
+_GGUF_RERANKERS = {
+    "bert": (CLS, ("cls", "cls.output", "token_types")),
+    "modern-bert": (MEAN, ("cls", "cls.norm", "cls.output")),
+    **dict.fromkeys(("qwen3", "qwen3vl"), (LAST, ("cls.output",))),
+}
 TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 
 # Beginning of the names of classes with a LoRA adapter for each task, in this folder of the model's.
@@ -210,27 +217,76 @@ def task_adapter(folder: Path, fields: ConfigFields, architecture: str) -> str |
     return f"{ADAPTERS}/{task}"
 
 
-def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
+def pooling_of_gguf(
+    metadata: Mapping[str, Any], config: EngineConfig, stored: Collection[str] = ()
+) -> PoolingModel | None:
     """Return how the model of a GGUF file pools; None for a generating model.
 
-    It is an embedder if its architecture is one of _GGUF_POOLERS, if the metadata has a pooling type in _GGUF_TYPES, or
-    if the options make it pool. Raises ConfigError for options that contradict it, and for a reranker that is to pool;
-    ModelConfigError for a pooling type that is not a whole number from 0 on, and for a reranker that cannot generate.
+    It is a reranker if the metadata say so, or if an encoder has scores of labels. It is an embedder if its
+    architecture is one of _GGUF_POOLERS, if the metadata has a pooling type in _GGUF_TYPES, or if the options make it
+    pool. stored: llama.cpp's names of the file's modules. Raises ConfigError for options that contradict it;
+    ModelConfigError for a pooling type that is not a whole number from 0 on, and for the errors of `_gguf_reranker` and
+    `_gguf_dense`.
     """
     architecture, name = metadata.get("general.architecture"), "pooling_type"
     fields = ConfigFields(metadata, f"{architecture}.")
     kind, usual = fields.integer(name, None, minimum=0), _GGUF_POOLERS.get(str(architecture))
-    if usual is not None and kind == _GGUF_RANK:
-        raise fields.fail(name, "0 to 3: rerankers are not read from GGUF files")
-    found, own_task = _GGUF_TYPES.get(kind, usual), None if usual is None else EMBED
+    ranks = kind == _GGUF_RANK or usual is not None and not {"cls", "cls.output"}.isdisjoint(stored)
+    found, own_task = _GGUF_TYPES.get(kind, usual), CLASSIFY if ranks else None if usual is None else EMBED
     if not _pools(config, "a GGUF file", own_task, found is not None):
         return None
-    if kind == _GGUF_RANK:
-        raise ConfigError("runner", config.runner, "generate: rerankers are not read from GGUF files")
     task = _task(config, "a GGUF file", own_task, False)
     chosen = config.pooler_config or PoolerConfig()
-    pooler = Pooler(chosen.pooling_type or found or LAST, answers_tokens=True)
+    if ranks:
+        return _with_choices(_gguf_reranker(fields, str(architecture), stored, chosen), chosen)
+    pooler = Pooler(chosen.pooling_type or found or LAST, dense=_gguf_dense(fields, stored), answers_tokens=True)
     return _with_choices(PoolingModel(pooler, task, NORMALIZE, tokens=EMBEDDINGS, own_task=task), chosen)
+
+
+def _gguf_reranker(
+    fields: ConfigFields, architecture: str, stored: Collection[str], chosen: PoolerConfig
+) -> PoolingModel:
+    """Return how a reranker or classifier of a GGUF file pools. Files of Qwen3's have the rows of the LM head for yes
+    and no. fields: those of the architecture. Raises ModelConfigError for an architecture whose rerankers are not read,
+    for a file without their modules, and for wrong labels.
+    """
+    if architecture not in _GGUF_RERANKERS:
+        known = ", ".join(_GGUF_RERANKERS)
+        raise ModelConfigError(f"of rerankers in GGUF files those of {known} are read, got {architecture}")
+    usual, modules = _GGUF_RERANKERS[architecture]
+    if missing := [name for name in modules if name not in stored]:
+        raise ModelConfigError(f"a GGUF file of a reranker of {architecture} must have {', '.join(missing)}")
+    if architecture == "modern-bert":
+        name = "classifier.pooling_type"
+        if (kind := fields.integer(name, 1)) not in (1, 2):
+            raise fields.fail(name, "1 (mean) or 2 (first token)")
+        usual = _GGUF_TYPES[kind]
+    name = "classifier.output_labels"
+    labels = fields.value(name, [])
+    if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
+        raise fields.fail(name, "a list of names")
+    two_way = usual == LAST
+    classifier = Classifier(1 if two_way else max(1, len(labels)), difference=two_way)
+    activation = _read_activation(ConfigFields({}), classifier.num_labels)
+    named = {} if two_way else dict(enumerate(labels))
+    return PoolingModel(
+        Pooler(chosen.pooling_type or usual, classifier), CLASSIFY, activation, labels=named, own_task=CLASSIFY
+    )
+
+
+def _gguf_dense(fields: ConfigFields, stored: Collection[str]) -> tuple[Dense, ...]:
+    """Return the Dense modules of an embedder's GGUF file, which has neither their biases nor their activations. Raises
+    ModelConfigError for sizes that do not follow from each other, and for the second module without the first.
+    """
+    names = [name for name in ("dense_2", "dense_3") if name in stored]
+    if names == ["dense_3"]:
+        raise ModelConfigError("a GGUF file with dense_3.weight must have dense_2.weight")
+    sizes = [fields.integer(f"{name}_feat_out") for name in names]
+    inputs = [fields.integer("embedding_length"), *sizes] if names else []
+    for name, size in zip(names, inputs, strict=False):
+        if fields.integer(f"{name}_feat_in") != size:
+            raise fields.fail(f"{name}_feat_in", f"{size}, the elements of its input")
+    return tuple(Dense(*each, False, "Identity", "") for each in zip(inputs, sizes, strict=False))
 
 
 def with_token_rows(pooling: PoolingModel, model: ModelConfig, *, makes_types: Callable[[], bool]) -> PoolingModel:

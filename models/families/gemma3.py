@@ -82,8 +82,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         # Files of the first converters lack it, and llama.cpp then has none.
         window = fields.integer("attention.sliding_window")
         both_ways = gguf_architecture(gguf.metadata) == EMBEDDING_GEMMA
-        if both_ways and fields.has("dense_2_feat_in"):
-            raise fields.fail("dense_2_feat_in", "absent: projections after the pooling are not read")
         shared = gguf_fields(gguf, scale=gguf_scale(fields, 62), causal=not both_ways)
         layer = shared["attention"][0]
         if both_ways:

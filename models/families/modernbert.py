@@ -117,8 +117,10 @@ class ModernBertModel(Encoder):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         fields = gguf.fields
-        activation = read_activation(fields, "hidden_act")
-        shared = gguf_encoder_fields(gguf, activation=activation, bias=False, rotates=True)
+        activation = read_activation(fields, "hidden_activation")
+        # Of a config.json with `norm_eps` alone, llama.cpp's converter writes the epsilon of another kind of norms.
+        eps = f"attention.layer_norm_{'' if fields.has('attention.layer_norm_epsilon') else 'rms_'}epsilon"
+        shared = gguf_encoder_fields(gguf, activation=activation, bias=False, rotates=True, eps=eps)
         window = fields.integer("attention.sliding_window", 0, minimum=0)
         if window:
             full = replace(shared["attention"][0], window=None)

@@ -37,13 +37,15 @@ class LabelScores(nnx.Module):
         build = replace(build, dtype=jnp.float32)
         size = config.hidden_size
         if not classifier.token_ids:
-            self.score = Linear(size, (Source(SCORE, classifier.num_labels),), axes=("embed", "labels"), build=build)
+            rows = 2 if classifier.difference else classifier.num_labels
+            self.score = Linear(size, (Source(SCORE, rows),), axes=("embed", "labels"), build=build)
         elif not config.tie_word_embeddings:
             self.head = Embedding(config.vocab_size, size, source=HEAD, build=build)
 
     def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:
         if not self.classifier.token_ids:
-            return self.score(hidden, out_dtype=jnp.float32)
+            scores = self.score(hidden, out_dtype=jnp.float32)
+            return scores[:, 1:] - scores[:, :1] if self.classifier.difference else scores
         rows = (table or self.head)(jnp.asarray(self.classifier.token_ids, jnp.int32)).astype(jnp.float32)
         if self.classifier.difference:
             rows = rows[1:] - rows[:1]

@@ -109,17 +109,19 @@ def gguf_encoder_fields(
     positions: bool = False,
     rotates: bool = False,
     gated: bool = False,
+    eps: str = "attention.layer_norm_epsilon",
 ) -> dict[str, Any]:
     """Return the keyword arguments of ModelConfig, except the architecture, that encoders share from a GGUF file.
 
     activation, gated: those of EncoderConfig, which no metadata say. bias: whether attention's projections usually have
     biases. positions: whether there is a table of positions, with context_length rows. rotates: whether layers have
-    rope. Raises ModelConfigError for wrong fields, and for a file whose tokens see earlier ones alone.
+    rope. eps: name of the field with the epsilon of norms. Raises ModelConfigError for wrong fields, and for a file
+    whose tokens see earlier ones alone.
     """
     general, fields = ConfigFields(gguf.metadata), gguf.fields
     if fields.boolean("attention.causal", False):
         raise fields.fail("attention.causal", "false or absent")
-    shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", causal=False, bias=bias, output_bias=bias)
+    shared = gguf_fields(gguf, eps=eps, causal=False, bias=bias, output_bias=bias)
     if not rotates:
         shared["attention"] = tuple(replace(layer, rope=None) for layer in shared["attention"])
     types = general.integer("tokenizer.ggml.token_type_count", 1) if "token_types" in gguf.stored else 0

@@ -39,7 +39,7 @@ _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _NUMBER = re.compile(r"blk\.([0-9]{1,6})\.")
 # A bias of a layer; and weights, of a layer or outside.
 _BIAS = re.compile(r"blk\.[0-9]+\.([a-z0-9_]+)\.bias")
-_WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+)\.weight")
+_WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+(?:\.[a-z]+)?)\.weight")
 _HEADS = "attention.head_count"
 
 

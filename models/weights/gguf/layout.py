@@ -29,7 +29,8 @@ _GLOBAL = _names(
     "token_embd model.embed_tokens, output_norm model.norm, output lm_head, position_embd model.embed_positions, "
     "per_layer_token_embd model.embed_tokens_per_layer, per_layer_model_proj model.per_layer_model_projection, "
     "per_layer_proj_norm model.per_layer_projection_norm, altup_proj model.altup_projections.{expert}, "
-    "altup_unembd_proj model.altup_unembed_projections.{expert}"
+    "altup_unembd_proj model.altup_unembed_projections.{expert}, dense_2 dense.0.linear, dense_3 dense.1.linear, "
+    "cls.output score"
 )
 _LAYER = {
     **_names(
@@ -44,7 +45,7 @@ _LAYER = {
 _LAYER_TENSOR = re.compile(
     r"blk\.(0|[1-9][0-9]{0,5})\.((?:(?:indexer|shortconv)\.)?[a-z0-9_]+)(?:\.(weight|bias|scale|input_scale))?"
 )
-_GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias|scale|input_scale)")
+_GLOBAL_TENSOR = re.compile(r"([a-z_0-9]+(?:\.[a-z]+)?)\.(weight|bias|scale|input_scale)")
 # Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
 _ONE_EXPERT = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down))\.(0|[1-9][0-9]{0,3})(\.[a-z_]+)")
 _JOINED_EXPERTS = re.compile(r"(blk\.[0-9]+\.ffn_)gate_up(_exps\.[a-z_]+)")
@@ -174,7 +175,8 @@ _BERT = {
 }
 _BERT_TABLES = _names(
     "token_embd model.embeddings.word_embeddings, token_types model.embeddings.token_type_embeddings, "
-    "position_embd model.embeddings.position_embeddings, token_embd_norm model.embeddings.LayerNorm"
+    "position_embd model.embeddings.position_embeddings, token_embd_norm model.embeddings.LayerNorm, "
+    "cls model.pooler.dense, cls.output model.classifier"
 )
 _BERT_LAYERS = "model.encoder.layer"
 
@@ -399,7 +401,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
         ),
         tables=_names(
             "token_embd model.embeddings.tok_embeddings, token_embd_norm model.embeddings.norm, "
-            "output_norm model.final_norm"
+            "output_norm model.final_norm, cls head.dense, cls.norm head.norm, cls.output classifier"
         ),
     ),
     "jina-bert-v2": GGUFLayout(

@@ -361,10 +361,10 @@ def test_tokens_that_stand_for_labels_are_refused_for_encoders(encoder_folder, n
 
 
 def test_gguf_files_say_a_pooling_type():
-    def read(kind, architecture="qwen3", **options):
-        metadata = {"general.architecture": architecture}
+    def read(kind, architecture="qwen3", stored=(), own=None, **options):
+        metadata = {"general.architecture": architecture, **(own or {})}
         metadata |= {} if kind is None else {f"{architecture}.pooling_type": kind}
-        return pooling_of_gguf(metadata, EngineConfig(**options))
+        return pooling_of_gguf(metadata, EngineConfig(**options), stored)
 
     assert read(None) is None and read(0) is None
     assert [read(kind).pooler.pooling_type for kind in (1, 2, 3)] == [MEAN, CLS, LAST]
@@ -374,10 +374,27 @@ def test_gguf_files_say_a_pooling_type():
         assert [read(kind, encoder).pooler.pooling_type for kind in (None, 0, 3)] == [usual, usual, LAST]
     with pytest.raises(ConfigError, match="a GGUF file has no output head"):
         read(1, "bert", runner="generate")
-    with pytest.raises(ModelConfigError, match=re.escape("bert.pooling_type must be 0 to 3: rerankers are not read")):
-        read(4, "bert")
-    with pytest.raises(ConfigError, match="rerankers are not read from GGUF files"):
-        read(np.uint32(4), runner="pooling")
+    assert read(np.uint32(4), stored=["cls.output"]).task == "classify"
+    for options in ({"runner": "generate"}, {"convert": "embed"}):
+        with pytest.raises(ConfigError, match="a GGUF file"):
+            read(4, stored=["cls.output"], **options)
+    # Its head is BERT's pooler, which files lack; DistilBERT's has another activation.
+    for architecture, stored, said in (
+        ("bert", ["cls.output", "token_types"], "a reranker of bert must have cls$"),
+        ("bert", ["cls", "cls.output"], "a reranker of bert must have token_types"),
+        ("bert", [], "must have cls, cls.output, token_types"),
+        ("modern-bert", ["cls.output"], "must have cls, cls.norm"),
+        ("jina-bert-v2", ["cls"], "those of bert, modern-bert, qwen3, qwen3vl are read, got jina-bert-v2"),
+        ("llama", [], "are read, got llama"),
+    ):
+        with pytest.raises(ModelConfigError, match=said):
+            read(4 if not stored else None, architecture, stored)
+    head, said = ["cls", "cls.norm", "cls.output"], re.escape("must be 1 (mean) or 2 (first token), got 3")
+    with pytest.raises(ModelConfigError, match=f"modern-bert.classifier.pooling_type {said}"):
+        read(None, "modern-bert", head, {"modern-bert.classifier.pooling_type": 3})
+    for labels in ("yes", [1]):
+        with pytest.raises(ModelConfigError, match="classifier.output_labels must be a list of names"):
+            read(None, "modern-bert", head, {"modern-bert.classifier.output_labels": labels})
     for kind in ("mean", [1], True, -1):
         with pytest.raises(
             ModelConfigError,

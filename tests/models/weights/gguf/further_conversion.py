@@ -252,7 +252,7 @@ def _encoder_metadata(architecture: str, config: Mapping[str, Any]) -> dict[str,
             "attention.sliding_window_pattern": (U32, config["global_attn_every_n_layers"]),
             "rope.freq_base": (F32, 160_000.0),
             "rope.freq_base_swa": (F32, 10_000.0),
-            "hidden_act": (STRING, config.get("hidden_activation", "gelu")),
+            "hidden_activation": (STRING, config.get("hidden_activation", "gelu")),
         }
     if "rope_theta" in rope:
         own["rope.freq_base"] = (F32, rope["rope_theta"])
