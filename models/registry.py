@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -249,7 +250,7 @@ def read_gguf(
     tie_word_embeddings: bool = True,
     rope_factors: RopeFactors = _NO_FACTORS,
     biased: Collection[str] | None = None,
-    stored: Collection[str] = (),
+    stored: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     pooler: Pooler | None = None,
 ) -> ModelConfig:
     """Return the ModelConfig of GGUF metadata. Raises ModelConfigError for wrong fields, and for an architecture that
@@ -257,7 +258,7 @@ def read_gguf(
 
     Facts that are in tensors instead of metadata: whether the file lacks an output head (tie_word_embeddings), the
     content of the tensors that scale rope, if any, which matrices have a bias (`biased`, see `with_stored_biases`; None
-    for those that the family usually has), and which modules it has at all (`stored`, see GGUFConfig). pooler: the
+    for those that the family usually has), and shapes of its weights (`stored`, see GGUFConfig). pooler: the
     computation of a pooling model on hidden states; None for a model that generates.
     """
     model = model_for_gguf(gguf_family(metadata, biased or ()))

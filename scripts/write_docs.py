@@ -256,8 +256,9 @@ GGUF file as `org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. 
 InternLM 3 and Mixtral call their architecture `llama`, those of the text of GLM-4.1V and GLM-OCR `glm4`, those of
 Youtu-LLM, GLM-4.7-Flash and Kimi K2 `deepseek2`, those of GLM-4-9B as first published `chatglm`. Of files of Qwen2-VL,
 Qwen2.5-VL and Qwen3-VL (`qwen2vl`, `qwen3vl`, `qwen3vlmoe`), HunYuan VL (`hunyuan_vl`) and PaddleOCR-VL (`paddleocr`)
-the text is served. Files of models that pool are `bert` (BERT, RoBERTa, XLM-R, DistilBERT), `nomic-bert`,
-`modern-bert`, `jina-bert-v2` and `gemma-embedding`; [Pooling models](pooling_models.md#gguf-files) has their heads.
+the text is served, and of those of Muse Glimmer (`muse-glimmer`) and DeepSeek-OCR (`deepseek2-ocr`). Files of models
+that pool are `bert` (BERT, RoBERTa, XLM-R, DistilBERT), `nomic-bert`, `modern-bert`, `jina-bert-v2`, `jina-bert-v3`
+(without its adapters) and `gemma-embedding`; [Pooling models](pooling_models.md#gguf-files) has their heads.
 
 **Your own family:** register it with `jaxengine.register_model`, as
 [examples/custom_model.py](../examples/custom_model.py) does. Every command takes such a file, or a module on

@@ -67,7 +67,10 @@ _CLASSES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
 _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
 # Architectures of GGUF files that generate nothing, and how they pool if a file does not say it.
-_GGUF_POOLERS = {"bert": CLS, **dict.fromkeys(("nomic-bert", "modern-bert", "jina-bert-v2", "gemma-embedding"), MEAN)}
+_GGUF_POOLERS = {
+    "bert": CLS,
+    **dict.fromkeys(("nomic-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "gemma-embedding"), MEAN),
+}
 # How a reranker of an architecture pools, and the modules that its file must have: BERT's is RoBERTa if it has types.
 _GGUF_RERANKERS = {
     "bert": (CLS, ("cls", "cls.output", "token_types")),

@@ -12,7 +12,14 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import CHUNKS, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_by_layer, gguf_experts
+from jaxengine.models.config.readers.gguf import (
+    EXPERT_SIZE,
+    GGUFConfig,
+    gguf_by_layer,
+    gguf_experts,
+    gguf_of_layers,
+    gguf_shared_experts,
+)
 from jaxengine.models.config.readers.hf import FULL, SLIDING, read_each_layer
 from jaxengine.models.families.declared_experts import ALL_NORMED, BIASED, COUNTS, gguf_after_dense, shared_of_size
 from jaxengine.models.families.declared_row import GGUFRow, Row, kinds_of_ropes, no_rope, softmax_experts
@@ -55,6 +62,34 @@ def _laguna_experts(fields: ConfigFields) -> ExpertsConfig:
     that is 0. Raises ModelConfigError for wrong fields.
     """
     return replace(shared_of_size(fields), logit_soft_cap=fields.zero_or_more(_ROUTER_CAP) or None)
+
+
+def _gguf_laguna(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields`; layers with a window have unscaled rope on a part of their own. Raises ModelConfigError for
+    wrong fields.
+    """
+    fields, size = gguf.fields, gguf.fields.integer("expert_shared_feed_forward_length")
+    if (experts := gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)) is None:
+        raise fields.fail("expert_count", "at least 1")
+    local = fields.integer("rope.dimension_count_swa", fields.integer("attention.key_length"))
+    if not fields.integer("attention.sliding_window", 0, minimum=0):  # all layers are alike
+        whole = {"sliding_window": fields.integer("context_length"), "sliding_window_pattern": 1}
+        own = {f"{fields.prefix}attention.{name}": value for name, value in whole.items()}
+        gguf = gguf._replace(metadata={**gguf.metadata, **own})
+    return gguf_by_layer(
+        gguf,
+        4,
+        lambda each: replace(each, rope=each.rope and replace(each.rope, rotary_dim=local, scaling=None)),
+        full_first=True,
+        partial_rotary=True,
+        experts=replace(experts, shared_intermediate_size=size),
+    )
+
+
+def _gguf_laguna_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
+    """Return the form of a GGUF file, whose gates are those of the first layer's heads or elements."""
+    heads = gguf_of_layers(gguf.fields, "attention.head_count")[0]
+    return replace(form, gates_heads=gguf.stored.get("attn_gate", (0,))[0] == heads)
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -242,6 +277,7 @@ KIND_ROWS: dict[str, Row] = {
         experts=_laguna_experts,
         expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
         parts=((".mlp.gate.e_score", ".mlp.experts.e_score"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
+        gguf=GGUFRow("laguna", read=_gguf_laguna, choose=_gguf_laguna_form),
         **BIASED,
     ),
 }

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
 from jaxengine.models.config.readers.hf import listed_dense, text_fields
 from jaxengine.models.families.deepseek_v2 import read_experts
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
@@ -78,6 +79,15 @@ class DeepseekOcr2ForConditionalGeneration(LlamaForCausalLM):
     """Llama's attention with DeepSeek-V2's experts, and a vision tower."""
 
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
+    gguf_architecture: ClassVar[str | None] = "deepseek2-ocr"
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        fields.require(**{"attention.sliding_window": None})  # Unlimited-OCR's
+        # It is the rotated part of latent attention, which the model lacks: all of each head is rotated.
+        whole = {**gguf.metadata, f"{fields.prefix}rope.dimension_count": None}
+        return gguf_fields(gguf._replace(metadata=whole), experts=gguf_shared_experts(fields, scoring_func="softmax"))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, rotated_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig
+from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, gguf_encoder_fields, rotated_fields
 from jaxengine.models.params.source import CheckpointNames
 
 
 class JinaEmbeddingsV3Model(NamedEncoder):
     """Post-norm encoder with rope, with a dense layer, tanh and scores of labels if it classifies."""
 
+    gguf_architecture: ClassVar[str | None] = "jina-bert-v3"
     masked_gelu: ClassVar[bool] = True
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.encoder.layers.{layer}",
@@ -45,6 +47,10 @@ class JinaEmbeddingsV3Model(NamedEncoder):
         )
         shared = rotated_fields(fields, types=1)
         return shared | {"encoder": shared["encoder"]._replace(adaptation=_adaptation(fields))}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_encoder_fields(gguf, activation="gelu", bias=True, rotates=True)
 
 
 def _adaptation(fields: ConfigFields) -> tuple[int, float] | None:

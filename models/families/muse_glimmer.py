@@ -4,6 +4,7 @@ weights, gated attention, and windows with rope in three of four layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig, NormedOutputs
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
@@ -56,15 +58,15 @@ _WINDOW, _FULL_EVERY = 2048, 4
 
 
 class MuseAttention(Attention):
-    """Attention with norms of each head of q and k, without weights, and with a gate of its own projection, which has
-    no bias. In models with gates of residuals the heads' outputs have such norms too.
+    """Attention with norms of each head of q and k, without weights except in GGUF files, and with a gate of its own
+    projection, which has no bias. In models with gates of residuals the heads' outputs have such norms too.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         own, source = config.attention[layer], f"{LAYER}.self_attn"
         size, eps = config.hidden_size, config.rms_norm_eps
         norm = FixedRMSNorm(own.head_dim, eps, source=source, build=build)
-        super().__init__(own, size, eps=eps, source=source, build=build, qk_norms=(norm, norm))
+        super().__init__(own, size, eps=eps, source=source, build=build, qk_norms=None if own.qk_norm else (norm, norm))
         gate = Source(f"{source}.gate_proj", own.num_heads * own.head_dim, group=own.head_dim)
         self.gate = Linear(size, (gate,), axes=("embed", "heads"), build=build)
         outputs = config.normed_outputs
@@ -130,7 +132,20 @@ class MuseGlimmerForConditionalGeneration(Gemma2ForCausalLM):
         prefixes=(("model.language_model.", "model."), ("language_model.", "model.")),
         tower=(f"{TOWER}.", f"{ADAPTER}.", f"{PROJECTION}."),
     )
+    gguf_architecture: ClassVar[str | None] = "muse-glimmer"
     norm_class = RMSNorm
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        # Weights of norms of queries in files are the factor of the products of queries and keys.
+        fields, shared = gguf.fields, gguf_fields(gguf, qk_norm=True)
+        layer = shared["attention"][0]
+        return shared | {
+            "attention": gguf_layers(fields, layer, replace(layer, window=None, rope=None), 4),
+            "logit_scale": fields.number("logit_scale"),
+            "logit_soft_cap": fields.number("final_logit_softcapping", None),
+            "normed_outputs": NormedOutputs(DEFAULTS["post_norm_eps"]),
+        }
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

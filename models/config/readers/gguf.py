@@ -81,13 +81,14 @@ class GGUFConfig(NamedTuple):
       metadata: the file's key-values.
       tie_word_embeddings: whether the file lacks an output head.
       rope_factors: content of its tensors that scale rope.
-      stored: llama.cpp's names of its modules with weights, of layers without the layer's number, such as attn_q_norm.
+      stored: shapes of the weights of its modules by llama.cpp's names, of layers without the layer's number, such as
+        attn_q_norm: those of the first layer that has them.
     """
 
     metadata: Mapping[str, Any]
     tie_word_embeddings: bool
     rope_factors: RopeFactors
-    stored: Collection[str] = ()
+    stored: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     @property
     def fields(self) -> ConfigFields:
@@ -279,7 +280,12 @@ def gguf_layers(
 
 
 def gguf_by_layer(
-    gguf: GGUFConfig, full_every: int, windowed: Callable[[LayerAttention], LayerAttention], **options: Any
+    gguf: GGUFConfig,
+    full_every: int,
+    windowed: Callable[[LayerAttention], LayerAttention],
+    *,
+    full_first: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return `gguf_fields` with each layer's numbers of heads and, as `gguf_layers` says, its window. windowed: what a
     family changes in layers with one. options: those of gguf_fields. Raises ModelConfigError for wrong fields.
@@ -290,7 +296,7 @@ def gguf_by_layer(
     shared = gguf_fields(gguf._replace(metadata={**gguf.metadata, **first}), **options)
     full = replace(shared["attention"][0], window=None)
     own = windowed(replace(full, window=fields.integer("attention.sliding_window")))
-    layers = zip(gguf_layers(fields, own, full, full_every), *counts.values(), strict=False)
+    layers = zip(gguf_layers(fields, own, full, full_every, full_first=full_first), *counts.values(), strict=False)
     attention = (replace(each, num_heads=heads, num_kv_heads=kv_heads) for each, heads, kv_heads in layers)
     return shared | {"attention": tuple(attention)}
 

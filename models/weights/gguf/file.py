@@ -63,7 +63,7 @@ class GGUFFile:
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
       architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
       biased: llama.cpp's names of layers' matrices that have a bias in any layer, such as attn_q.
-      stored: llama.cpp's names of modules with weights, of layers without the layer's number, such as attn_q_norm.
+      stored: see GGUFConfig.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, or of another architecture.
     Several threads may read at once. It is a context manager, and `close` may be called twice.
@@ -91,7 +91,8 @@ class GGUFFile:
             orders = arrangements(self.architecture, self._positive)
             self._arranged = arrange(self.path, self._tensors, self._factors, orders)
             self.biased = frozenset(match[1] for info in tensors if (match := _BIAS.fullmatch(info.name)))
-            self.stored = frozenset(match[1] for info in tensors if (match := _WEIGHT.fullmatch(info.name)))
+            named = ((_WEIGHT.fullmatch(info.name), info) for info in reversed(tensors))
+            self.stored = {match[1]: info.shape for match, info in named if match is not None}
             self._kept: dict[str, tuple[str, str]] = {}
         except BaseException as error:
             self.close()

@@ -191,6 +191,7 @@ class GGUFLayout(NamedTuple):
         unpermute_rows).
       permuted_biases: whether the biases of q and k are in that order too, if their rows are.
       norm_offset: number that the converter has added to the weights of norms, except those in a delta net.
+      norms: end of the checkpoint's names of these norms.
       bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
       rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
       vectors: llama.cpp's names of a layer's vectors that are stored with more axes.
@@ -203,6 +204,7 @@ class GGUFLayout(NamedTuple):
     permuted: bool = False
     permuted_biases: bool = True
     norm_offset: float = 0.0
+    norms: str = "norm.weight"
     bare: Mapping[str, str] = _NONE
     rows: frozenset[str] = frozenset()
     vectors: frozenset[str] = frozenset()
@@ -243,7 +245,7 @@ class GGUFLayout(NamedTuple):
 
     def offset_of(self, name: str) -> float:
         """Return what the converter has added to the checkpoint's tensor `name`."""
-        is_norm = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+        is_norm = name.endswith(self.norms) and not name.endswith(".linear_attn.norm.weight")
         return self.norm_offset if is_norm else 0.0
 
     def usual_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -299,6 +301,14 @@ LAYOUTS: dict[str, GGUFLayout] = {
         },
         bare={"exp_probs_b": "mlp.expert_bias"},
     ),
+    "laguna": GGUFLayout(
+        {**_mlp("mlp.shared_expert", "_shexp"), "attn_gate": "self_attn.g_proj"},
+        bare={"exp_probs_b": "mlp.experts.e_score_correction_bias"},
+    ),
+    "muse-glimmer": GGUFLayout(
+        {**_GEMMA, "attn_gate": "self_attn.gate_proj"}, permuted=True, norm_offset=1.0, norms="layernorm.weight"
+    ),
+    "deepseek2-ocr": GGUFLayout(_SHARED),
     "hy_v3": GGUFLayout(
         {
             "ffn_gate_inp": "mlp.router.gate",
@@ -390,6 +400,14 @@ LAYOUTS: dict[str, GGUFLayout] = {
         _names(
             "attn_qkv attn.Wqkv, attn_output attn.out_proj, attn_output_norm norm1, ffn_up mlp.fc11, "
             "ffn_gate mlp.fc12, ffn_down mlp.fc2, layer_output_norm norm2"
+        ),
+        layers="model.encoder.layers",
+        tables={**_BERT_TABLES, "token_embd_norm": "model.emb_ln"},
+    ),
+    "jina-bert-v3": GGUFLayout(
+        _names(
+            "attn_qkv mixer.Wqkv, attn_output mixer.out_proj, attn_output_norm norm1, ffn_up mlp.fc1, "
+            "ffn_down mlp.fc2, layer_output_norm norm2"
         ),
         layers="model.encoder.layers",
         tables={**_BERT_TABLES, "token_embd_norm": "model.emb_ln"},

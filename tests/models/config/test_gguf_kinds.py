@@ -166,6 +166,20 @@ def test_windowed_layers_with_sizes_of_their_own():
     assert [layer.num_heads for layer in config.attention[:2]] == [4, 2]
 
 
+def test_windows_and_ropes_by_layer():
+    """Laguna's files leave the kinds of layers to their reader: the first of every four has no window."""
+    own = {**EXPERTS, "expert_shared_feed_forward_length": 16, "rope.dimension_count": 16, "rope.freq_base_swa": 500.0}
+    own |= {"rope.dimension_count_swa": 24, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    layers, config = read("laguna", **own)
+    assert layers[1:5] == [(100, Rope(24, 500.0))] * 3 + [layers[0]] and layers[0][0] is None
+    assert layers[0][1].rotary_dim == 16 and layers[0][1].scaling.factor == 4.0
+    assert config.experts.shared_intermediate_size == 16 and config.experts.norm_weights
+    for window in (0, None):
+        assert read("laguna", **own, attention__sliding_window=window)[0] == [layers[0]] * 8
+    layers, config = read("muse-glimmer", logit_scale=0.5)
+    assert layers == ([(100, FULL)] * 3 + [(None, None)]) * 2 and config.normed_outputs.eps == 1e-8
+
+
 def test_selections_of_keys():
     """GLM-5.2's files list which layers have an indexer, or have a million positions."""
     for changes, own in (
@@ -272,6 +286,10 @@ def test_layers_with_states():
             {**EXPERTS, "expert_shared_feed_forward_length": 16, "swiglu_clamp_exp": [-1.0] * 8},
             "step35.swiglu_clamp_exp must be a list of 8 numbers >= 0",
         ),
+        ("laguna", {"expert_shared_feed_forward_length": 16}, "laguna.expert_count must be at least 1, got None"),
+        ("laguna", EXPERTS, "laguna.expert_shared_feed_forward_length is missing"),
+        ("muse-glimmer", {}, "muse-glimmer.logit_scale is missing"),
+        ("deepseek2-ocr", EXPERTS, "deepseek2-ocr.attention.sliding_window must be absent, got 100"),
         ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),
         ("qwen", {"feed_forward_length": "96"}, "qwen.feed_forward_length must be an integer >= 1"),
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),

@@ -134,6 +134,18 @@ ENCODERS: dict[str, tuple[str, Mapping[str, str]]] = {
         "jina-bert-v2",
         {"mlp.gated_layers": "ffn_up", "mlp.wo": "ffn_down", "mlp.layernorm": "layer_output_norm"},
     ),
+    "jina_embeddings_v3": (
+        "jina-bert-v3",
+        {
+            "emb_ln": "token_embd_norm",
+            "mixer.Wqkv": "attn_qkv",
+            "mixer.out_proj": "attn_output",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+            "norm1": "attn_output_norm",
+            "norm2": "layer_output_norm",
+        },
+    ),
     "gemma3_text": (
         "gemma-embedding",
         {

@@ -141,6 +141,60 @@ def _mimo(config: Config) -> dict[str, Value]:
     }
 
 
+def _laguna(config: Config) -> dict[str, Value]:
+    """LagunaModel, which leaves the kinds of layers to its reader."""
+    ropes, heads = config["rope_parameters"], config.get("num_attention_heads_per_layer")
+    sizes = {kind: int(config["head_dim"] * rope["partial_rotary_factor"]) for kind, rope in ropes.items()}
+    window: dict[str, Value] = {}
+    if config.get("sliding_window"):
+        window["attention.sliding_window"] = (U32, config["sliding_window"])
+    return {
+        **_mixture({**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}),
+        **window,
+        "attention.head_count": (ARRAY, (U32, heads or [config["num_attention_heads"]] * config["num_hidden_layers"])),
+        "rope.freq_base_swa": (F32, ropes["sliding_attention"]["rope_theta"]),
+        "rope.dimension_count": (U32, sizes["full_attention"]),
+        "rope.dimension_count_swa": (U32, sizes["sliding_attention"]),
+        "expert_shared_feed_forward_length": (U32, config["shared_expert_intermediate_size"]),
+        "expert_weights_norm": (BOOL, True),
+        "expert_weights_scale": (F32, config["moe_routed_scaling_factor"]),
+        "expert_gating_func": (U32, 2),
+    }
+
+
+def _muse(config: Config) -> dict[str, Value]:
+    return {
+        "final_logit_softcapping": (F32, config["final_logit_softcapping"]),
+        "logit_scale": (F32, config["output_multiplier"]),
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "attention.sliding_window_pattern": (
+            ARRAY,
+            (BOOL, [kind == "sliding_attention" for kind in config["layer_types"]]),
+        ),
+    }
+
+
+def _muse_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """MuseGlimmerModel.modify_tensors: weights of norms of queries are the factor of their products."""
+    modified = {}
+    for name, values in _of_text(config, tensors).items():
+        values = values + np.float32(name.endswith("layernorm.weight"))
+        modified[name] = _permuted(config, name, values)
+        if name.endswith("q_proj.weight"):
+            size = config["head_dim"]
+            modified[name.replace("q_proj", "q_norm")] = np.full(size, config["qk_scale_factor"], np.float32)
+            modified[name.replace("q_proj", "k_norm")] = np.ones(size, np.float32)
+    return modified
+
+
+def _of_text(config: Config, tensors: Tensors) -> Tensors:
+    return {
+        name: values
+        for name, values in tensors.items()
+        if name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."))
+    }
+
+
 def _step(config: Config) -> dict[str, Value]:
     slides, other = [kind == "sliding_attention" for kind in config["layer_types"]], config["attention_other_setting"]
     heads = [other["num_attention_heads"] if each else config["num_attention_heads"] for each in slides]
@@ -256,6 +310,36 @@ CONVERSIONS = {
             "mlp.expert_bias": "exp_probs_b",
         },
         _hunyuan,
+    ),
+    "DeepseekOCRForCausalLM": Conversion(
+        "deepseek2-ocr",
+        _experts(),
+        lambda config: {
+            **_mixture({**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}),
+            "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+            "rope.dimension_count": (U32, 0),  # qk_rope_head_dim of a file without latent attention
+        },
+        modified=_of_text,
+    ),
+    "LagunaForCausalLM": Conversion(
+        "laguna",
+        {
+            **_experts("mlp", "shared_expert"),
+            "self_attn.g_proj": "attn_gate",
+            "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        _laguna,
+    ),
+    "MuseGlimmerForConditionalGeneration": Conversion(
+        "muse-glimmer",
+        {
+            "self_attn.gate_proj": "attn_gate",
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+        _muse,
+        modified=_muse_tensors,
     ),
     "MellumForCausalLM": Conversion("mellum", _experts(), _mellum),
     "MiMoV2ForCausalLM": Conversion(

@@ -150,6 +150,12 @@ CASES |= {
     "glm_moe_dsa": {},
     "granite_moe_shared": {},
     "hy_v3": {},
+    "laguna": {},
+    "laguna_elements": {
+        "mlp_layer_types": ["dense", *["sparse"] * 2],
+        "sliding_window": None,
+        "num_attention_heads_per_layer": None,
+    },
     "mellum": {},
     "mimo_v2_5": {"sliding_window_size": None},
     "orion": {},
@@ -166,12 +172,14 @@ CASES |= {
     },
 }
 # Layers of a checkpoint that are left, in their order, where the format has no others.
-LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2)}
+LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2), "laguna_elements": (1, 0, 2)}
 CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps"}
 REARRANGED = ("gpt2", "gpt_neox")
+# Models that see, of which files have the text, and whose configuration differs: of one norms of queries have weights.
+SEEING = ("muse_glimmer_vision", "deepseek_ocr_vision")
 JOINED = ("internlm2", "falcon", "falcon_groups", "bailing_lite")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
@@ -182,7 +190,7 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
-    renamed = name.startswith(("gemma4", "granite_moe")) or architecture in STATES
+    renamed = name.startswith(("gemma4", "granite_moe")) or name in SEEING or architecture in STATES
     if renamed or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
     count = next(
@@ -299,6 +307,7 @@ def test_the_model_and_its_weights(opened, name):
         "falcon_h1",  # whose file has no multipliers: its weights include them
         "internlm2",
         "falcon_groups",
+        *SEEING,
         *(
             pytest.param(name, marks=pytest.mark.thorough("as others"))
             for name in (*REARRANGED, "falcon", "bailing_lite")
@@ -345,14 +354,16 @@ def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "name",
     ["bert", "distilbert", "nomic", "modernbert", "modernbert_masked", "jina_v2", "jina_v2 split"]
-    + ["embedding_gemma"],
+    + ["embedding_gemma", "jina_v3"],
 )
 def test_an_encoder_and_its_weights(tmp_path, name):
     folder = make_encoder(tmp_path / "folder", name.split()[0])
     config = json.loads((folder / "config.json").read_bytes())
     if name == "embedding_gemma":  # the format cannot say another scale
         config["query_pre_attn_scalar"] = config["head_dim"]
-        (folder / "config.json").write_text(json.dumps(config))
+    if name == "jina_v3":
+        config |= {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 20000.0}}
+    (folder / "config.json").write_text(json.dumps(config))
     prefix = "" if not name.endswith("masked") else "model."
     tensors = {key.removeprefix(prefix): values for key, values in load_file(folder / "model.safetensors").items()}
     file = further_conversion.converted_encoder(config, tensors, split="split" in name)
@@ -400,7 +411,7 @@ def test_every_layout_has_a_family_and_a_case():
     others = [(LAYOUTS[name], LAYOUTS[other]) for name, other in READ_AS.items()]
     assert all(own.permuted == other.permuted for own, other in others)
     # Those of Llama and Qwen are in test_gguf.py.
-    changed = {**CASES, **dict.fromkeys((*REARRANGED, *JOINED), {})}
+    changed = {**CASES, **dict.fromkeys((*REARRANGED, *JOINED, *SEEING), {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
     encoders = {architecture for architecture, _ in further_conversion.ENCODERS.values()}
