@@ -225,7 +225,7 @@ of compute capability 8.0 to 10.3 and 12; on others and on CPUs as plain XLA. Wh
 XLA, too, and the log says so: on all, indexers with pooled keys; on TPUs, pages whose size is no multiple of 8, blocks
 that share no such multiple with the pages, several KV heads whose rows do not begin at multiples of 128 elements,
 indexers with a number of heads that is no multiple of 8; on GPUs, float32, caches with scales of tokens, widths that
-are no multiple of 8, indexers with more than 128 heads. GGUF files of MiniMax M3 are refused.
+are no multiple of 8, indexers with more than 128 heads.
 
 **ALiBi** (BLOOM, MPT, Baichuan-13B, Jais, Falcon's `rw` models; Press et al. 2021, arXiv:2108.12409) takes the distance
 of a key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are
@@ -256,9 +256,10 @@ GGUF file as `org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. 
 InternLM 3 and Mixtral call their architecture `llama`, those of the text of GLM-4.1V and GLM-OCR `glm4`, those of
 Youtu-LLM, GLM-4.7-Flash and Kimi K2 `deepseek2`, those of GLM-4-9B as first published `chatglm`. Of files of Qwen2-VL,
 Qwen2.5-VL and Qwen3-VL (`qwen2vl`, `qwen3vl`, `qwen3vlmoe`), HunYuan VL (`hunyuan_vl`) and PaddleOCR-VL (`paddleocr`)
-the text is served, and of those of Muse Glimmer (`muse-glimmer`) and DeepSeek-OCR (`deepseek2-ocr`). Files of models
-that pool are `bert` (BERT, RoBERTa, XLM-R, DistilBERT), `nomic-bert`, `modern-bert`, `jina-bert-v2`, `jina-bert-v3`
-(without its adapters) and `gemma-embedding`; [Pooling models](pooling_models.md#gguf-files) has their heads.
+the text is served, and of those of MiniMax M3 (`minimax-m3`), Muse Glimmer (`muse-glimmer`) and DeepSeek-OCR
+(`deepseek2-ocr`). Files of models that pool are `bert` (BERT, RoBERTa, XLM-R, DistilBERT), `nomic-bert`,
+`modern-bert`, `jina-bert-v2`, `jina-bert-v3` (without its adapters) and `gemma-embedding`;
+[Pooling models](pooling_models.md#gguf-files) has their heads.
 
 **Your own family:** register it with `jaxengine.register_model`, as
 [examples/custom_model.py](../examples/custom_model.py) does. Every command takes such a file, or a module on

@@ -15,6 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
 from jaxengine.models.config.readers.hf import FULL, Activation, hf_fields, listed_dense, read_each_layer, text_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
@@ -66,6 +67,7 @@ _PATCHES = f"{TOWER}.embeddings.patch_embedding."
 class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
     """Llama with HeadBlockAttention in some layers, norms of q and k, and experts in some layers."""
 
+    gguf_architecture: ClassVar[str | None] = "minimax-m3"
     norm_class: ClassVar[NormClass] = OffsetRMSNorm
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
@@ -106,6 +108,25 @@ class MiniMaxM3VLForCausalLM(LlamaForCausalLM):
         attention = tuple(replace(each, index=index if kind == SPARSE else None) for each, kind in layers)
         size = text.integer("dense_intermediate_size", 12288)
         return shared | {"attention": attention, "experts": _experts(text), "intermediate_size": size}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, indexer = gguf.fields, "attention.indexer."
+        if (experts := gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)) is None:
+            raise fields.fail("expert_count", "at least 1")
+        index = KeyIndex(
+            num_heads=fields.integer(f"{indexer}head_count"),
+            head_dim=fields.integer(f"{indexer}key_length"),
+            top_k=fields.integer(f"{indexer}top_k") * (block := fields.integer(f"{indexer}block_size")),
+            block=block,
+            local=fields.integer(f"{indexer}local_blocks", minimum=0),
+        )
+        clamped = replace(experts, swiglu_alpha=1.702, swiglu_limit=7.0)
+        shared = gguf_fields(gguf, partial_rotary=True, qk_norm=True, experts=clamped)
+        layers = enumerate(shared["attention"])
+        # Those with experts select blocks.
+        attention = (replace(each, index=None if at in experts.dense_layers else index) for at, each in layers)
+        return shared | {"attention": tuple(attention)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.self_attn"

@@ -54,6 +54,7 @@ _MIXTRAL = _names(
     "ffn_up_exps block_sparse_moe.experts.{expert}.w3, ffn_down_exps block_sparse_moe.experts.{expert}.w2"
 )
 _SHARED = _mlp("mlp.shared_experts", "_shexp")
+_MINIMAX = {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
 _CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _LATENT = _names(
@@ -277,7 +278,16 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "qwen35": GGUFLayout(_DELTA, norm_offset=1.0, bare=_DELTA_BARE),
     "qwen35moe": GGUFLayout({**_DELTA, **_SHARED_EXPERT}, norm_offset=1.0, bare=_DELTA_BARE, rows=_GATE_ROW),
     "olmoe": GGUFLayout(),
-    "minimax-m2": GGUFLayout(_MIXTRAL, bare={"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}),
+    "minimax-m2": GGUFLayout(_MIXTRAL, bare=_MINIMAX),
+    "minimax-m3": GGUFLayout(
+        {
+            **_MIXTRAL,
+            **_mlp("block_sparse_moe.shared_experts", "_shexp"),
+            **{f"indexer.{name}": f"self_attn.index_{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
+        },
+        norm_offset=1.0,
+        bare=_MINIMAX,
+    ),
     "hunyuan-moe": GGUFLayout(
         {
             **_HUNYUAN,

@@ -288,6 +288,8 @@ def test_layers_with_states():
         ),
         ("laguna", {"expert_shared_feed_forward_length": 16}, "laguna.expert_count must be at least 1, got None"),
         ("laguna", EXPERTS, "laguna.expert_shared_feed_forward_length is missing"),
+        ("minimax-m3", EXPERTS, "minimax-m3.attention.indexer.head_count is missing"),
+        ("minimax-m3", {}, "minimax-m3.expert_count must be at least 1, got None"),
         ("muse-glimmer", {}, "muse-glimmer.logit_scale is missing"),
         ("deepseek2-ocr", EXPERTS, "deepseek2-ocr.attention.sliding_window must be absent, got 100"),
         ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),

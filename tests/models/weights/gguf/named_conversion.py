@@ -162,6 +162,23 @@ def _laguna(config: Config) -> dict[str, Value]:
     }
 
 
+def _minimax(config: Config) -> dict[str, Value]:
+    """MiniMaxM3Model, which leaves the layers that select blocks, and the activation's bounds, to its reader."""
+    indexer = {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk_blocks"}
+    indexer |= {name: name for name in ("block_size", "local_blocks")}
+    return {
+        **_mixture({**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}),
+        "feed_forward_length": (U32, config["dense_intermediate_size"]),
+        "expert_feed_forward_length": (U32, config["intermediate_size"]),
+        "expert_shared_count": (U32, 1),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "expert_weights_norm": (BOOL, True),
+        "expert_gating_func": (U32, 2),
+        "rope.dimension_count": (U32, config["head_dim"]),
+        **{f"attention.indexer.{key}": (U32, config[f"index_{name}"]) for key, name in indexer.items()},
+    }
+
+
 def _muse(config: Config) -> dict[str, Value]:
     return {
         "final_logit_softcapping": (F32, config["final_logit_softcapping"]),
@@ -217,7 +234,7 @@ def _step(config: Config) -> dict[str, Value]:
 
 
 def _step_tensors(config: Config, tensors: Tensors) -> Tensors:
-    """Step35Model.modify_tensors."""
+    """Step35Model.modify_tensors, and MiniMaxM3Model's."""
     return {name: values + np.float32(name.endswith("norm.weight")) for name, values in tensors.items()}
 
 
@@ -340,6 +357,21 @@ CONVERSIONS = {
         },
         _muse,
         modified=_muse_tensors,
+    ),
+    "MiniMaxM3VLForCausalLM": Conversion(
+        "minimax-m3",
+        {
+            **_experts("block_sparse_moe"),
+            **{
+                f"block_sparse_moe.experts.#.{name}": f"ffn_{part}_exps"
+                for part, name in zip(PARTS, ("w1", "w3", "w2"), strict=True)
+            },
+            "block_sparse_moe.gate": "ffn_gate_inp",
+            "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+            **{f"self_attn.index_{name}": f"indexer.{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
+        },
+        _minimax,
+        modified=_step_tensors,
     ),
     "MellumForCausalLM": Conversion("mellum", _experts(), _mellum),
     "MiMoV2ForCausalLM": Conversion(

@@ -118,6 +118,9 @@ CASES |= {
 }
 # Tensors of sizes that llama.cpp fixes, and a table that its converter fills up.
 RESIZED = {
+    "shared_experts.gate_proj.weight": (24, 64),
+    "shared_experts.up_proj.weight": (24, 64),
+    "shared_experts.down_proj.weight": (64, 24),
     "laurel.linear_left.weight": (64, 64),
     "laurel.linear_right.weight": (64, 64),
     "model.embed_tokens_per_layer.weight": (128, 60),
@@ -157,6 +160,13 @@ CASES |= {
         "num_attention_heads_per_layer": None,
     },
     "mellum": {},
+    "minimax_m3": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "shared_intermediate_size": 24,
+        "swiglu_limit": 7.0,
+    },
     "mimo_v2_5": {"sliding_window_size": None},
     "orion": {},
     "qwen": {"seq_length": 256},
@@ -172,7 +182,7 @@ CASES |= {
     },
 }
 # Layers of a checkpoint that are left, in their order, where the format has no others.
-LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2), "laguna_elements": (1, 0, 2)}
+LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2), "laguna_elements": (1, 0, 2), "minimax_m3": (0, 1)}
 CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
@@ -190,7 +200,7 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
-    renamed = name.startswith(("gemma4", "granite_moe")) or name in SEEING or architecture in STATES
+    renamed = name.startswith(("gemma4", "granite_moe", "minimax_m3")) or name in SEEING or architecture in STATES
     if renamed or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
     count = next(
@@ -203,10 +213,23 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
         source = RenamedSource(source, biases)
     tensors = {tensor: source.read(tensor) for tensor in source.names()}
     source.close()
+    if name == "minimax_m3":  # which transformers joins
+        ends = ("gate_proj.weight", "up_proj.weight")
+        parts = {
+            tensor: [tensor]
+            if "gate_up" not in tensor
+            else [tensor.replace("gate_up_proj.weight", end) for end in ends]
+            for tensor in tensors
+        }
+        tensors = {
+            own: values
+            for tensor, names in parts.items()
+            for own, values in zip(names, np.split(tensors[tensor], len(names)), strict=True)
+        }
     resized = {tensor: shape for tensor in tensors for end, shape in RESIZED.items() if tensor.endswith(end)}
     if name == "ernie4_5_moe":  # of whose layers the last has no experts
         tensors = {tensor: values for tensor, values in tensors.items() if ".layers.2." not in tensor}
-    if name == "gemma3n":
+    if name in ("gemma3n", "minimax_m3"):
         tensors |= {tensor: draw(tensor, shape) for tensor, shape in resized.items()}
     if name in LAYERS:
         places = {f"model.layers.{layer}.": f"model.layers.{place}." for place, layer in enumerate(LAYERS[name])}
