@@ -16,11 +16,19 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import MAX_FLOAT, ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_limits
 from jaxengine.models.config.readers.hf import FULL, predicting
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.families.kimi_linear import LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds, read_lower_bound
+from jaxengine.models.families.kimi_linear import (
+    LINEAR,
+    SPELLED,
+    KimiLinearForCausalLM,
+    gguf_delta_nets,
+    mixer_kinds,
+    read_lower_bound,
+)
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention
@@ -126,6 +134,7 @@ class GatedLatentAttention(LatentAttention):
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
     """Kimi Linear with gated latent attention that has rope, and delta nets without low ranks."""
 
+    gguf_architecture: ClassVar[str | None] = "bailingmoe3"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.word_embeddings.", "model.embed_tokens."),),
         squeezed=(*CONVS, *JOINED),
@@ -168,6 +177,13 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         attention = (replace(each, rope=None, state=state) if kind == LINEAR else each for each, kind in layers)
         experts = replace(sigmoid_experts(fields), limits=_limits(fields))
         return predicting(shared) | {"attention": tuple(attention), "experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        fields.require(**{"kda.safe_gate": True})
+        shared = gguf_delta_nets(gguf, lower_bound=read_lower_bound(fields, "kda.gate_lower_bound", -5.0))
+        return shared | {"experts": replace(shared["experts"], limits=gguf_limits(fields))}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, own, source = self.config, self.config.attention[layer], f"{LAYER}.attention"

@@ -17,6 +17,7 @@ from jaxengine.models.config.readers.gguf import (
     GGUFConfig,
     gguf_by_layer,
     gguf_experts,
+    gguf_fields,
     gguf_of_layers,
     gguf_shared_experts,
 )
@@ -72,17 +73,15 @@ def _gguf_laguna(gguf: GGUFConfig) -> dict[str, Any]:
     if (experts := gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)) is None:
         raise fields.fail("expert_count", "at least 1")
     local = fields.integer("rope.dimension_count_swa", fields.integer("attention.key_length"))
+    options: dict[str, Any] = {"partial_rotary": True, "experts": replace(experts, shared_intermediate_size=size)}
     if not fields.integer("attention.sliding_window", 0, minimum=0):  # all layers are alike
-        whole = {"sliding_window": fields.integer("context_length"), "sliding_window_pattern": 1}
-        own = {f"{fields.prefix}attention.{name}": value for name, value in whole.items()}
-        gguf = gguf._replace(metadata={**gguf.metadata, **own})
+        return gguf_fields(gguf, **options)
     return gguf_by_layer(
         gguf,
         4,
         lambda each: replace(each, rope=each.rope and replace(each.rope, rotary_dim=local, scaling=None)),
         full_first=True,
-        partial_rotary=True,
-        experts=replace(experts, shared_intermediate_size=size),
+        **options,
     )
 
 

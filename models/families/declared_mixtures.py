@@ -10,7 +10,7 @@ from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import AROUND, OFFSET, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, as_array, gguf_by_layer
+from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_by_layer, gguf_limits
 from jaxengine.models.config.readers.hf import FULL, LAYER_CONFIG, SLIDING, layer_kinds
 from jaxengine.models.families.declared_experts import gguf_after_dense, shared_of_size
 from jaxengine.models.families.declared_row import (
@@ -215,15 +215,7 @@ def _gguf_step(gguf: GGUFConfig) -> dict[str, Any]:
 
 def _gguf_step_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
     """Return the form of a GGUF file with the bounds that it lists. Raises ModelConfigError for wrong lists."""
-    fields, limits = gguf.fields, []
-    count = fields.integer("block_count")
-    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
-        listed = as_array(fields.value(name, [0.0] * count))
-        if listed.dtype.kind not in "iuf" or listed.shape != (count,) or not (listed >= 0).all():
-            raise fields.fail(name, f"a list of {count} numbers >= 0")
-        limits.append([each or None for each in listed.tolist()])
-    count -= fields.integer("nextn_predict_layers", 0, minimum=0)
-    return replace(form, limits=tuple(zip(*limits, strict=True))[:count])
+    return replace(form, limits=gguf_limits(gguf.fields))
 
 
 # (End of a tensor's name in published files, end of its name in transformers).

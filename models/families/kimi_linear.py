@@ -101,14 +101,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        fields = gguf.fields
-        heads, size = fields.integer("attention.head_count"), fields.integer("kda.head_dim")
-        fields.integer("expert_count")  # there is no model without
-        experts = gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)
-        state = GatedDelta(heads, heads, size, size, fields.integer("ssm.conv_kernel"), by_element=True, rank=size)
-        shared = gguf_latent_fields(gguf, experts=experts)
-        recurrent = [not each for each in gguf_of_layers(fields, "attention.head_count_kv", minimum=0)]
-        shared = with_states(shared, state, recurrent)
+        shared = gguf_delta_nets(gguf, rank=gguf.fields.integer("kda.head_dim"))
         shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
         return shared | {"kimi_k3": KimiK3Parts(num_layers=len(shared["attention"]))}
 
@@ -205,6 +198,19 @@ class ElementwiseGatedAttention(LatentAttention):
         Computed in float32; returned in the dtype of o.
         """
         return times_gate(o, self.gate(x, step.rows, out_dtype=jnp.float32))
+
+
+def gguf_delta_nets(gguf: GGUFConfig, **own: Any) -> dict[str, Any]:
+    """Return `gguf_latent_fields` with DeepSeek-V3's experts, and with delta nets in the layers without KV heads. own:
+    further fields of GatedDelta. Raises ModelConfigError for a field that is missing, wrong or not supported.
+    """
+    fields = gguf.fields
+    heads, size = fields.integer("attention.head_count"), fields.integer("kda.head_dim")
+    fields.integer("expert_count")  # there is no model without
+    experts = gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)
+    state = GatedDelta(heads, heads, size, size, fields.integer("ssm.conv_kernel"), by_element=True, **own)
+    recurrent = [not each for each in gguf_of_layers(fields, "attention.head_count_kv", minimum=0)]
+    return with_states(gguf_latent_fields(gguf, experts=experts), state, recurrent)
 
 
 def read_parts(fields: ConfigFields) -> KimiK3Parts:

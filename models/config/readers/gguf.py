@@ -267,6 +267,20 @@ def gguf_of_layers(fields: ConfigFields, name: str, minimum: int = 1) -> tuple[i
     return tuple(np.broadcast_to(listed, count).tolist())
 
 
+def gguf_limits(fields: ConfigFields) -> tuple[tuple[float | None, float | None], ...]:
+    """Return the bounds of SwiGLU in the experts and in the shared MLP of each layer that is read, as a file lists
+    them; None for 0, which is no bound. Raises ModelConfigError for wrong lists.
+    """
+    limits, count = [], fields.integer("block_count")
+    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        listed = as_array(fields.value(name, [0.0] * count))
+        if listed.dtype.kind not in "iuf" or listed.shape != (count,) or not (listed >= 0).all():
+            raise fields.fail(name, f"a list of {count} numbers >= 0")
+        limits.append([each or None for each in listed.tolist()])
+    count -= fields.integer("nextn_predict_layers", 0, minimum=0)
+    return tuple(zip(*limits, strict=True))[:count]
+
+
 def gguf_layers(
     fields: ConfigFields, windowed: LayerAttention, full: LayerAttention, full_every: int, *, full_first: bool = False
 ) -> tuple[LayerAttention, ...]:

@@ -158,7 +158,7 @@ class GGUFFile:
         """Return these rows and columns of [out, in]: float16 or bfloat16 if the file stores them, int8 for kept codes,
         otherwise float32.
 
-        What the file's converter does to values is undone: the offset of the weights of norms, and -exp(A_log) of
+        What the file's converter does to values is undone: the offset of the weights of norms, and exp(A_log) of
         states. Factors of whole matrices are applied. Raises ModelFileError for a tensor that the file does not have or
         whose values are not possible, and if it cannot be read.
         """
@@ -170,10 +170,12 @@ class GGUFFile:
         if offset := self._layout.offset_of(name):
             return values.astype(np.float32) - np.float32(offset)
         if name.endswith(".A_log"):
-            if (values > 0).any():
-                raise ModelFileError(self.path, "must not hold numbers above 0", self._info(name).name)
+            decays = self._layout.decay * values.astype(np.float32)
+            if (decays < 0).any():
+                side = "above" if self._layout.decay < 0 else "below"
+                raise ModelFileError(self.path, f"must not hold numbers {side} 0", self._info(name).name)
             with np.errstate(divide="ignore"):  # without decay
-                return np.log(-values.astype(np.float32))
+                return np.log(decays)
         return values
 
     def _read(self, name: str, kind: str | None, rows: slice, columns: slice) -> np.ndarray:

@@ -73,10 +73,7 @@ _LLAMA4 = {
     **_mlp("feed_forward.shared_expert", "_shexp"),
 }
 _W = {"gate": "w1", "up": "w3", "down": "w2"}
-_SHARED_EXPERT = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **_mlp("mlp.shared_expert", "_shexp"),
-}
+_SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **_mlp("mlp.shared_expert", "_shexp")}
 _GATE_ROW = frozenset(("ffn_gate_inp_shexp",))
 _DELTA = _names(
     "post_attention_norm post_attention_layernorm, attn_qkv linear_attn.in_proj_qkv, "
@@ -120,16 +117,16 @@ _GRANITE_HYBRID = {
     **{f"ffn_{part}{end}": f"shared_mlp.{part}_proj" for part in ("gate", "up") for end in ("", "_shexp")},
     **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
 }
-_FALCON_H1 = {
-    **{part: f"mamba.{name}" for part, name in _MAMBA.items()},
-    **_mlp("feed_forward"),
-}
-_KIMI = {
-    **_LATENT,
+_FALCON_H1 = {**{part: f"mamba.{name}" for part, name in _MAMBA.items()}, **_mlp("feed_forward")}
+_NETS = {
     **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
     **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
     "ssm_beta": "self_attn.b_proj",
     "ssm_norm": "self_attn.o_norm",
+}
+_KIMI = {
+    **_LATENT,
+    **_NETS,
     **_MIXTRAL,
     **_mlp("block_sparse_moe.shared_experts", "_shexp"),
 }
@@ -192,6 +189,7 @@ class GGUFLayout(NamedTuple):
         unpermute_rows).
       permuted_biases: whether the biases of q and k are in that order too, if their rows are.
       norm_offset: number that the converter has added to the weights of norms, except those in a delta net.
+      decay: factor of exp(A_log), the decays of a layer, in the file.
       norms: end of the checkpoint's names of these norms.
       bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
       rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
@@ -205,6 +203,7 @@ class GGUFLayout(NamedTuple):
     permuted: bool = False
     permuted_biases: bool = True
     norm_offset: float = 0.0
+    decay: float = -1.0
     norms: str = "norm.weight"
     bare: Mapping[str, str] = _NONE
     rows: frozenset[str] = frozenset()
@@ -288,13 +287,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
         norm_offset=1.0,
         bare=_MINIMAX,
     ),
-    "hunyuan-moe": GGUFLayout(
-        {
-            **_HUNYUAN,
-            "ffn_gate_inp": "mlp.gate.wg",
-            **_mlp("mlp.shared_mlp", "_shexp"),
-        }
-    ),
+    "hunyuan-moe": GGUFLayout({**_HUNYUAN, "ffn_gate_inp": "mlp.gate.wg", **_mlp("mlp.shared_mlp", "_shexp")}),
     "deepseek": GGUFLayout(_SHARED, permuted=True),
     "bailingmoe": GGUFLayout({**_SHARED, "attn_output": "attention.dense"}, permuted=True),
     "orion": GGUFLayout(),
@@ -320,10 +313,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     ),
     "deepseek2-ocr": GGUFLayout(_SHARED),
     "hy_v3": GGUFLayout(
-        {
-            "ffn_gate_inp": "mlp.router.gate",
-            **_mlp("mlp.shared_mlp", "_shexp"),
-        },
+        {"ffn_gate_inp": "mlp.router.gate", **_mlp("mlp.shared_mlp", "_shexp")},
         bare={"exp_probs_b": "mlp.expert_bias"},
     ),
     "chatglm": GGUFLayout(
@@ -373,9 +363,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "glm4moe": GGUFLayout({"post_attention_norm": "post_attention_layernorm", **_SHARED}, bare=_CORRECTION),
     "ernie4_5": GGUFLayout(),
     "ernie4_5-moe": GGUFLayout(
-        _SHARED,
-        bare={"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
-        rows=frozenset(("exp_probs_b",)),
+        _SHARED, bare={"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}, rows=frozenset(("exp_probs_b",))
     ),
     "exaone-moe": GGUFLayout(_SHARED, bare={"exp_probs_b": "mlp.e_score_correction_bias"}),
     "bailingmoe2": GGUFLayout(
@@ -454,14 +442,11 @@ LAYOUTS: dict[str, GGUFLayout] = {
         )
     ),
     "exaone": GGUFLayout(
-        {
-            "attn_norm": "ln_1",
-            "ffn_norm": "ln_2",
-            **{f"attn_{part}": f"attn.attention.{part}_proj" for part in "qkv"},
-            **_names(
-                "attn_output attn.attention.out_proj, ffn_gate mlp.c_fc_0, ffn_up mlp.c_fc_1, ffn_down mlp.c_proj"
-            ),
-        }
+        _names(
+            "attn_norm ln_1, ffn_norm ln_2, attn_q attn.attention.q_proj, attn_k attn.attention.k_proj, "
+            "attn_v attn.attention.v_proj, attn_output attn.attention.out_proj, ffn_gate mlp.c_fc_0, "
+            "ffn_up mlp.c_fc_1, ffn_down mlp.c_proj"
+        )
     ),
     "arcee": GGUFLayout(permuted=True),
     "olmo": GGUFLayout(permuted=True, permuted_biases=False),
@@ -481,6 +466,16 @@ LAYOUTS: dict[str, GGUFLayout] = {
         tables={"output_norm": "model.final_layernorm"},
     ),
     "kimi-linear": GGUFLayout(_KIMI, bare=_KIMI_BARE, vectors=frozenset(("ssm_a",))),
+    "bailingmoe3": GGUFLayout(
+        {
+            **{part: name.replace("self_attn", "attention") for part, name in (_LATENT | _NETS | _LAYER).items()},
+            **_SHARED,
+            **_names("ssm_f_a attention.f_proj, ssm_g_a attention.g_proj, attn_gate attention.g_proj"),
+        },
+        bare=_names("ssm_a attention.A_log, ssm_dt attention.dt_bias, exp_probs_b mlp.gate.expert_bias"),
+        vectors=frozenset(("ssm_a",)),
+        decay=1.0,
+    ),
     "jamba": GGUFLayout(_JAMBA, bare={part: f"mamba.{name}" for part, name in _SCAN_BARE.items()}),
     "mamba": GGUFLayout(
         {"attn_norm": "norm", **{part: f"mixer.{name}" for part, name in _SCAN.items()}},

@@ -289,6 +289,8 @@ def test_layers_with_states():
         ("laguna", {"expert_shared_feed_forward_length": 16}, "laguna.expert_count must be at least 1, got None"),
         ("laguna", EXPERTS, "laguna.expert_shared_feed_forward_length is missing"),
         ("minimax-m3", EXPERTS, "minimax-m3.attention.indexer.head_count is missing"),
+        ("bailingmoe3", {"kda.safe_gate": False}, "bailingmoe3.kda.safe_gate must be true or absent, got False"),
+        ("bailingmoe3", {"kda.gate_lower_bound": 1.0}, "bailingmoe3.kda.gate_lower_bound must be a number < 0, got 1"),
         ("minimax-m3", {}, "minimax-m3.expert_count must be at least 1, got None"),
         ("muse-glimmer", {}, "muse-glimmer.logit_scale is missing"),
         ("deepseek2-ocr", EXPERTS, "deepseek2-ocr.attention.sliding_window must be absent, got 100"),

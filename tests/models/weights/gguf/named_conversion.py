@@ -14,6 +14,7 @@ import numpy as np
 from tests.models.weights.gguf.gguf_conversion import NAMES, latents_apart, permuted, tensor
 from tests.models.weights.gguf.gguf_metadata import metadata
 from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, STRING, U32, Tensor, Value, gguf_bytes
+from tests.models.weights.gguf.named_metadata import laguna, ling, minimax, mixture, muse
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, np.ndarray]
@@ -74,22 +75,6 @@ def _indexer(config: Config) -> dict[str, Value]:
     return own
 
 
-def _mixture(config: Config) -> dict[str, Value]:
-    """Return the metadata of experts as TextModel.set_gguf_parameters and most of its subclasses write them."""
-    named = {
-        "expert_count": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-        "expert_used_count": ("num_experts_per_tok", "moe_top_k"),
-        "expert_feed_forward_length": ("moe_intermediate_size",),
-        "expert_shared_count": ("n_shared_experts", "num_shared_experts"),
-        "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
-    }
-    found = {key: next((config[name] for name in names if name in config), None) for key, names in named.items()}
-    own: dict[str, Value] = {key: (U32, value) for key, value in found.items() if value is not None}
-    if "norm_topk_prob" in config:
-        own["expert_weights_norm"] = (BOOL, config["norm_topk_prob"])
-    return own
-
-
 def _windows(config: Config) -> dict[str, Value]:
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
     return {
@@ -99,12 +84,12 @@ def _windows(config: Config) -> dict[str, Value]:
 
 
 def _afmoe(config: Config) -> dict[str, Value]:
-    return {**_mixture(config), "attention.sliding_window": (U32, config["sliding_window"])}
+    return {**mixture(config), "attention.sliding_window": (U32, config["sliding_window"])}
 
 
 def _hunyuan(config: Config) -> dict[str, Value]:
     return {
-        **_mixture(config),
+        **mixture(config),
         "expert_shared_feed_forward_length": (U32, config["moe_intermediate_size"]),
         "expert_weights_scale": (F32, config["router_scaling_factor"]),
     }
@@ -113,7 +98,7 @@ def _hunyuan(config: Config) -> dict[str, Value]:
 def _mellum(config: Config) -> dict[str, Value]:
     ropes = config["rope_parameters"]
     return {
-        **_mixture(config),
+        **mixture(config),
         **_windows(config),
         "rope.freq_base_swa": (F32, ropes["sliding_attention"]["rope_theta"]),
         "rope.scaling.type": (STRING, "yarn"),
@@ -127,7 +112,7 @@ def _mimo(config: Config) -> dict[str, Value]:
     slides = [*config["hybrid_layer_pattern"], 1, 1, 1]
     heads = [config["swa_num_key_value_heads" if each else "num_key_value_heads"] for each in slides]
     return {
-        **_mixture(config),
+        **mixture(config),
         "block_count": (U32, len(slides)),
         "nextn_predict_layers": (U32, 3),
         "attention.head_count_kv": (ARRAY, (U32, heads)),
@@ -141,54 +126,18 @@ def _mimo(config: Config) -> dict[str, Value]:
     }
 
 
-def _laguna(config: Config) -> dict[str, Value]:
-    """LagunaModel, which leaves the kinds of layers to its reader."""
-    ropes, heads = config["rope_parameters"], config.get("num_attention_heads_per_layer")
-    sizes = {kind: int(config["head_dim"] * rope["partial_rotary_factor"]) for kind, rope in ropes.items()}
-    window: dict[str, Value] = {}
-    if config.get("sliding_window"):
-        window["attention.sliding_window"] = (U32, config["sliding_window"])
-    return {
-        **_mixture({**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}),
-        **window,
-        "attention.head_count": (ARRAY, (U32, heads or [config["num_attention_heads"]] * config["num_hidden_layers"])),
-        "rope.freq_base_swa": (F32, ropes["sliding_attention"]["rope_theta"]),
-        "rope.dimension_count": (U32, sizes["full_attention"]),
-        "rope.dimension_count_swa": (U32, sizes["sliding_attention"]),
-        "expert_shared_feed_forward_length": (U32, config["shared_expert_intermediate_size"]),
-        "expert_weights_norm": (BOOL, True),
-        "expert_weights_scale": (F32, config["moe_routed_scaling_factor"]),
-        "expert_gating_func": (U32, 2),
-    }
-
-
-def _minimax(config: Config) -> dict[str, Value]:
-    """MiniMaxM3Model, which leaves the layers that select blocks, and the activation's bounds, to its reader."""
-    indexer = {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk_blocks"}
-    indexer |= {name: name for name in ("block_size", "local_blocks")}
-    return {
-        **_mixture({**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}),
-        "feed_forward_length": (U32, config["dense_intermediate_size"]),
-        "expert_feed_forward_length": (U32, config["intermediate_size"]),
-        "expert_shared_count": (U32, 1),
-        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
-        "expert_weights_norm": (BOOL, True),
-        "expert_gating_func": (U32, 2),
-        "rope.dimension_count": (U32, config["head_dim"]),
-        **{f"attention.indexer.{key}": (U32, config[f"index_{name}"]) for key, name in indexer.items()},
-    }
-
-
-def _muse(config: Config) -> dict[str, Value]:
-    return {
-        "final_logit_softcapping": (F32, config["final_logit_softcapping"]),
-        "logit_scale": (F32, config["output_multiplier"]),
-        "attention.sliding_window": (U32, config["sliding_window"]),
-        "attention.sliding_window_pattern": (
-            ARRAY,
-            (BOOL, [kind == "sliding_attention" for kind in config["layer_types"]]),
-        ),
-    }
+def _ling_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """BailingMoeV3Model.modify_tensors; what gates are of depends on a layer's kind."""
+    modified, recurrent = {}, {name.removesuffix("A_log") for name in tensors if name.endswith(".A_log")}
+    for name, values in latents_apart(config, tensors).items():
+        if name.endswith("_conv1d.weight"):
+            values = values.reshape(1, len(values), 1, -1)
+        if name.endswith(".A_log"):
+            values = np.exp(values).reshape(-1, 1)
+        if name.removesuffix("g_proj.weight") in recurrent:
+            name = name.replace("g_proj", "delta_gate")
+        modified[name] = values
+    return modified
 
 
 def _muse_tensors(config: Config, tensors: Tensors) -> Tensors:
@@ -216,7 +165,7 @@ def _step(config: Config) -> dict[str, Value]:
     slides, other = [kind == "sliding_attention" for kind in config["layer_types"]], config["attention_other_setting"]
     heads = [other["num_attention_heads"] if each else config["num_attention_heads"] for each in slides]
     return {
-        **_mixture(config),
+        **mixture(config),
         **_windows(config),
         "block_count": (U32, len(slides)),
         "nextn_predict_layers": (U32, config["num_nextn_predict_layers"]),
@@ -287,6 +236,24 @@ CONVERSIONS = {
         },
         _afmoe,
     ),
+    "BailingMoeV3ForCausalLM": Conversion(
+        "bailingmoe3",
+        {
+            **_experts(),
+            **{name.replace("self_attn", "attention"): part for name, part in (NAMES | _LATENT).items()},
+            **{f"attention.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+            "attention.A_log": "ssm_a",
+            "attention.dt_bias": "ssm_dt.bias",
+            "attention.f_proj": "ssm_f_a",
+            "attention.delta_gate": "ssm_g_a",
+            "attention.g_proj": "attn_gate",
+            "attention.b_proj": "ssm_beta",
+            "attention.o_norm": "ssm_norm",
+            "mlp.gate.expert_bias": "exp_probs_b.bias",
+        },
+        ling,
+        modified=_ling_tensors,
+    ),
     "BailingMoeForCausalLM": Conversion(
         "bailingmoe",
         {
@@ -294,7 +261,7 @@ CONVERSIONS = {
             "attention.dense": "attn_output",
             **{f"attention.{part}_proj": f"attn_{part}" for part in "qkv"},
         },
-        _mixture,
+        mixture,
         modified=_bailing,
     ),
     "ChatGLMModel": Conversion(
@@ -318,7 +285,7 @@ CONVERSIONS = {
             "padded_vocab_size": "vocab_size",
         },
     ),
-    "DeepseekForCausalLM": Conversion("deepseek", _experts(), _mixture, modified=_all_permuted),
+    "DeepseekForCausalLM": Conversion("deepseek", _experts(), mixture, modified=_all_permuted),
     "HYV3ForCausalLM": Conversion(
         "hy_v3",
         {
@@ -332,7 +299,7 @@ CONVERSIONS = {
         "deepseek2-ocr",
         _experts(),
         lambda config: {
-            **_mixture({**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}),
+            **mixture({**config, "first_k_dense_replace": config["mlp_layer_types"].count("dense")}),
             "expert_weights_scale": (F32, config["routed_scaling_factor"]),
             "rope.dimension_count": (U32, 0),  # qk_rope_head_dim of a file without latent attention
         },
@@ -345,7 +312,7 @@ CONVERSIONS = {
             "self_attn.g_proj": "attn_gate",
             "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
         },
-        _laguna,
+        laguna,
     ),
     "MuseGlimmerForConditionalGeneration": Conversion(
         "muse-glimmer",
@@ -355,7 +322,7 @@ CONVERSIONS = {
             "pre_feedforward_layernorm": "ffn_norm",
             "post_feedforward_layernorm": "post_ffw_norm",
         },
-        _muse,
+        muse,
         modified=_muse_tensors,
     ),
     "MiniMaxM3VLForCausalLM": Conversion(
@@ -370,7 +337,7 @@ CONVERSIONS = {
             "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
             **{f"self_attn.index_{name}": f"indexer.{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
         },
-        _minimax,
+        minimax,
         modified=_step_tensors,
     ),
     "MellumForCausalLM": Conversion("mellum", _experts(), _mellum),

@@ -19,6 +19,7 @@ from jaxengine.models.config.readers.gguf import READ_AS
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.model_classes import ENCODERS, MODELS
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames, WeightSource
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
@@ -147,6 +148,10 @@ STATE_CASES |= {
 # Those that named_conversion converts.
 CASES |= {
     "afmoe": {},
+    "bailing_v3": {
+        "expert_swiglu_limit_list": [None, 0.5, 0.0],
+        "share_expert_swiglu_limit_list": [0.0, 0.0, 0.7],
+    },
     "chatglm": {},
     "deepseek_moe": {},
     "deepseek_v32": {},
@@ -200,7 +205,11 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
-    renamed = name.startswith(("gemma4", "granite_moe", "minimax_m3")) or name in SEEING or architecture in STATES
+    renamed = (
+        name.startswith(("gemma4", "granite_moe", "minimax_m3", "bailing_v3"))
+        or name in SEEING
+        or architecture in STATES
+    )
     if renamed or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
     count = next(
@@ -425,6 +434,22 @@ def test_rows_in_the_order_of_halves(tmp_path, recorded, paged_run):
     (path := tmp_path / "model.gguf").write_bytes(gguf_conversion.converted(config, tensors))
     source = open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))
     check_logits(source, recorded("glm4"), paged_run)
+    source.close()
+
+
+def test_decays_of_another_sign(tmp_path):
+    """Files of Ling 3 have them above 0, those of other architectures below."""
+    config = {**read_config_json(FOLDER / "bailing_v3"), **CASES["bailing_v3"]}
+
+    def negated(name: str, values: np.ndarray):
+        return gguf_conversion.tensor(name, -values if name.endswith("ssm_a") else values)
+
+    (path := tmp_path / "model.gguf").write_bytes(
+        named_conversion.converted(config, tensors_of("bailing_v3", config), negated)
+    )
+    source = open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))
+    with pytest.raises(ModelFileError, match="must not hold numbers below 0"):
+        source.weights.read("model.layers.0.attention.A_log")
     source.close()
 
 
