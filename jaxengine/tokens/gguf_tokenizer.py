@@ -145,17 +145,20 @@ class _Parts(NamedTuple):
         )
 
     def finished(self, tokenizer: Tokenizer, adds_bos: bool, adds_eos: bool = False) -> Tokenizer:
-        """Add special tokens, and the BOS and EOS that the file requests, to a tokenizer in place, and return it.
+        """Add special tokens, and the BOS, EOS and, between two texts, SEP that the file requests, to a tokenizer in
+        place, and return it.
 
-        adds_bos, adds_eos: defaults if the file does not say. A requested BOS or EOS whose id the file does not give is
-        left out. Raises ModelFileError for a request that is not a bool.
+        adds_bos, adds_eos: defaults if the file does not say. A requested token whose id the file does not give is left
+        out. Raises ModelFileError for a request that is not a bool.
         """
         names = self.names
         add_marked_tokens(tokenizer, names, self.types.tolist())
         bos = self.special.bos if self.metadata.get("add_bos_token", bool, adds_bos) else None
         eos = self.special.eos if self.metadata.get("add_eos_token", bool, adds_eos) else None
-        begin, end = (None if at is None else (names[at], at) for at in (bos, eos))
-        tokenizer.post_processor = with_ends(begin, end)
+        sep = self.metadata.token_id(_WORD_ROLES["sep"], len(names))
+        sep = sep if self.metadata.get("add_sep_token", bool, False) else None
+        begin, end, between = (None if at is None else (names[at], at) for at in (bos, eos, sep))
+        tokenizer.post_processor = with_ends(begin, end, pairs=True, between=between)
         return tokenizer
 
 

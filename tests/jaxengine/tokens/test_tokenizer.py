@@ -129,6 +129,16 @@ def test_turn_ends_and_frame():
     assert Tokenizer.from_gguf(small_metadata(bos_token_id=None)).encode("a") == ids[1:-1]
 
 
+@pytest.mark.parametrize("wanted, sep", [(True, [2]), (False, []), (None, [])])
+def test_pairs_are_joined_as_a_reranker_of_llama_cpp_joins_them(wanted, sep):
+    """BOS, the first text, EOS, SEP if the file requests it, the second text, EOS: XLM-R's with two ends between."""
+    changes = {"add_eos_token": True, "seperator_token_id": 2, "add_sep_token": wanted}
+    tokenizer = Tokenizer.from_gguf(small_metadata(**changes))
+    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b a"))
+    begin, *_, end = tokenizer.encode("a")
+    assert tokenizer.encode_pair("a", "b a", 0) == [begin, *first, end, *sep, *second, end]
+
+
 def test_token_bytes_spell_the_text(smollm):
     assert smollm.is_byte_level and not Tokenizer.from_gguf(small_metadata()).is_byte_level
     for text in TEXTS:
