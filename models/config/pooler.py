@@ -57,8 +57,8 @@ class Classifier:
       num_labels: number of labels.
       token_ids: the rows of the output head that are used for the labels; empty if the checkpoint has a separate
         matrix, score.weight.
-      difference: whether there is one label, whose score is the logit of the second of two tokens, or of two rows of
-        score.weight, minus that of the first.
+      difference: whether there is one label, whose score is the logit of the second of two tokens minus that of the
+        first; without tokens, the product with the first of two rows of score.weight minus that with the second.
     """
 
     num_labels: int

@@ -45,7 +45,7 @@ class LabelScores(nnx.Module):
     def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:
         if not self.classifier.token_ids:
             scores = self.score(hidden, out_dtype=jnp.float32)
-            return scores[:, 1:] - scores[:, :1] if self.classifier.difference else scores
+            return scores[:, :1] - scores[:, 1:] if self.classifier.difference else scores
         rows = (table or self.head)(jnp.asarray(self.classifier.token_ids, jnp.int32)).astype(jnp.float32)
         if self.classifier.difference:
             rows = rows[1:] - rows[:1]

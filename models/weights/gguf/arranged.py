@@ -183,15 +183,9 @@ def _joined_mlp(number: Callable[[str], int]) -> Mapping[str, Arrangement]:
     return {f"{mlp}input_linear.weight": Arrangement((f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"))}
 
 
-def _no_first(number: Callable[[str], int]) -> Mapping[str, Arrangement]:
-    """Return the arrangement of a reranker's scores, of which files have the row of yes first."""
-    return {"score.weight": Arrangement(("score.weight",), np.array([1, 0]))}
-
-
 _NONE: Mapping[str, Arrangement] = MappingProxyType({})
 _ARCHITECTURES: Mapping[str, Callable[[Callable[[str], int]], Mapping[str, Arrangement]]] = {
     **dict.fromkeys(("granitehybrid", "granitemoe"), _joined_mlp),
-    **dict.fromkeys(("qwen3", "qwen3vl"), _no_first),
     "qwen3next": _joined_delta,
     **dict.fromkeys(("qwen35", "qwen35moe"), _separate_delta),
 }
