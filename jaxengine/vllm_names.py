@@ -42,6 +42,9 @@ MODULES: dict[str, str] = {
     "logger": "init_logger=logging:getLogger",
     "logprobs": "Logprob FlatLogprobs",
     "lora.request": "LoRARequest",
+    "model_executor.models.deepseek_ocr": (
+        "NGramPerReqLogitsProcessor=jaxengine.config.features.logits_processors:NGramPerReqLogitsProcessor"
+    ),
     "multimodal.image": "convert_image_mode=jaxengine.media.fetching.pil_images:",
     "multimodal.utils": (
         "fetch_image=jaxengine.media.fetching.pil_images: encode_image_url=jaxengine.media.fetching.pil_images:"

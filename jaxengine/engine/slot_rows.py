@@ -62,13 +62,13 @@ class SlotRows:
             self._runner.set_biases(changed)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Return whether a bias of this step depends on a token that is still being computed, because a request has bad
-        words of several tokens.
+        """Return whether a bias of this step depends on a token that is still being computed
+        (TokenParams.forbids_by_output).
         """
         if step.features & LAST_TOKEN:
             for request, _ in self.sampling(step, LAST_TOKEN):
                 slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
-                if request.params.has_long_bad_words and slots.num_known[slot] < slots.num_tokens[slot] - 1:
+                if request.params.forbids_by_output and slots.num_known[slot] < slots.num_tokens[slot] - 1:
                     return True
         return False
 

@@ -1,13 +1,15 @@
 """Bias of a request: a row added to its logits that favours or forbids tokens.
 
 logit_bias and allowed_token_ids are constant. min_tokens forbids the stop tokens until enough tokens have been
-generated. bad_words of several tokens forbid the last token whenever the tokens before it have just been generated. All
-requests of a step wait for this: its cost does not grow with the number of stop tokens, and with bad words only with
-the number of their different lengths.
+generated. bad_words of several tokens forbid the last token whenever the tokens before it have just been generated, and
+no_repeat a token that would repeat a sequence of the output. All requests of a step wait for this: its cost does not
+grow with the number of stop tokens, with bad words only with the number of their different lengths, and with no_repeat
+with its window.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ class Forbidden(NamedTuple):
 
     Attributes:
       stops: whether its stop tokens are forbidden.
-      ends: last tokens of bad words whose other tokens were just generated.
+      ends: last tokens of bad words whose other tokens were just generated, and those that would repeat a sequence.
     """
 
     stops: bool
@@ -53,18 +55,21 @@ class TokenBias:
             ends.setdefault(tuple(head), set()).add(last)
         self._ends_of = {head: frozenset(lasts) for head, lasts in ends.items()}
         self._head_lengths = sorted({len(head) for head in ends})
+        self._no_repeat = params.no_repeat
 
     def forbidden(self, num_output: int, output: np.ndarray) -> Forbidden:
         """Return which tokens are forbidden for the next token, beyond the constant row.
 
-        num_output: number of output tokens so far. output: i32[n], their ids, which may lack the last ones unless the
-        request has bad words of several tokens.
+        num_output: number of output tokens so far. output: i32[n], their ids, which may lack the last ones unless
+        TokenParams.forbids_by_output.
         """
         ends = _NO_ENDS
         if self._head_lengths:
             tail = tuple(output[-self._head_lengths[-1] :].tolist())
             for length in self._head_lengths:
                 ends |= self._ends_of.get(tail[-length:], _NO_ENDS)
+        if self._no_repeat is not None:
+            ends |= repeating(output, *self._no_repeat)
         return Forbidden(num_output < self._min_tokens, ends)
 
     def row(self, forbidden: Forbidden) -> np.ndarray:
@@ -76,3 +81,15 @@ class TokenBias:
             row[self._stop_ids] = -np.inf
         row[list(forbidden.ends)] = -np.inf
         return row
+
+
+def repeating(output: np.ndarray, size: int, window: int, exempt: Collection[int]) -> frozenset[int]:
+    """Return the tokens that would complete a sequence of `size` tokens which is among the last `window` of `output`,
+    i32[n], already, without those in `exempt` (vLLM's NGramPerReqLogitsProcessor).
+    """
+    recent = output[max(0, len(output) - window) :]
+    if len(recent) < size:
+        return _NO_ENDS
+    found = np.lib.stride_tricks.sliding_window_view(recent, size)
+    same = (found[:, :-1] == output[len(output) - size + 1 :]).all(axis=1)
+    return frozenset(found[same, -1].tolist()) - frozenset(exempt)

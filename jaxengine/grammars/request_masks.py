@@ -307,23 +307,23 @@ class RequestMasks:
         """Return whether the mask after num_output output tokens is known, so that `row` can return it; False for an
         unknown request, and while it depends on sampling how many drafts in flight are rejected.
 
-        The last of these tokens may still be in flight if the grammar forces them and the request has no bad words of
-        several tokens.
+        The last of these tokens may still be in flight if the grammar forces them and no token is forbidden by those
+        before it (TokenParams.forbids_by_output).
         """
         if (known := self._known.get(request)) is None or self._surplus.get(request, 0) is None:
             return False
-        # Bad words of several tokens restrict tokens as well, depending on the token before.
+        # What is forbidden by the output restricts tokens as well, depending on the token before.
         offset = self._offset(request, num_output)
-        return known.covers(offset) and not (offset and request.params.has_long_bad_words)
+        return known.covers(offset) and not (offset and request.params.forbids_by_output)
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
         """Return the tokens, at most `most`, that must follow num_output output tokens and after which masks are known.
 
         A step can compute them before they are sampled. None if proposed drafts may follow instead, because no token is
-        forced or no mask is known. () if neither may follow: the request reasons, its grammar is FREE, it has bad words
-        of several tokens, or the text ends after the one forced token.
+        forced or no mask is known. () if neither may follow: the request reasons, its grammar is FREE, tokens are
+        forbidden by its output, or the text ends after the one forced token.
         """
-        if request.params.has_long_bad_words or request in self._watches or _is_free(request):
+        if request.params.forbids_by_output or request in self._watches or _is_free(request):
             return ()
         if not self.has(request, num_output):
             return None

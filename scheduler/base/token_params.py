@@ -101,6 +101,8 @@ class TokenParams(SamplingFields):
       logit_bias: values added to the logits of tokens, by id.
       allowed_token_ids: the only tokens that the request may sample; None for all.
       bad_words: token sequences that the request must not complete.
+      no_repeat: (size, window, exempt): a token must not complete a sequence of `size` tokens that is among the last
+        `window` output tokens already, unless it is in `exempt`; None for any.
       grammar: grammar that its output must follow; None for none.
       capture: names of the captured activations that the request gets.
       steer: steering vectors to add to activations: (name of a tap, f32 [hidden size] as bytes).
@@ -127,6 +129,7 @@ class TokenParams(SamplingFields):
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat: tuple[int, int, tuple[int, ...]] | None = None
     grammar: Grammar | None = None
     capture: tuple[str, ...] = ()
     steer: tuple[tuple[str, bytes], ...] = ()
@@ -139,9 +142,11 @@ class TokenParams(SamplingFields):
     capabilities: int = 0
 
     @cached_property
-    def has_long_bad_words(self) -> bool:
-        """Whether some bad word has several tokens. Its last token is then forbidden only after the others."""
-        return any(len(word) > 1 for word in self.bad_words)
+    def forbids_by_output(self) -> bool:
+        """Whether forbidden tokens depend on the tokens before: those of `no_repeat`, and the last one of a bad word of
+        several tokens, which is forbidden only after the others.
+        """
+        return self.no_repeat is not None or any(len(word) > 1 for word in self.bad_words)
 
     @cached_property
     def steer_digest(self) -> bytes:
@@ -171,6 +176,7 @@ class TokenParams(SamplingFields):
         and of sampling_fields, 0 for none. ADAPTER is not included.
         """
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
+        biased = biased or self.no_repeat is not None
         features = (
             *((row.feature, getattr(self, name) not in (row.neutral, row.off)) for name, row in ROWS.items()),
             (PENALTIES, self.uses_counts),
@@ -178,7 +184,7 @@ class TokenParams(SamplingFields):
             (MASK, self.grammar is not None),
             (LOGPROBS, self.logprobs is not None),
             (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
-            (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
+            (LAST_TOKEN, self.grammar is not None or self.forbids_by_output),
         )
         processors = sum(PROCESSOR << index for index in self.processors)
         return reduce(or_, (feature for feature, needed in features if needed), self.capabilities | processors)

@@ -24,10 +24,15 @@ logger = logging.getLogger(__name__)
 _GIVEN: dict[str, type[LogitsProcessor]] = {}
 
 OPTION = "logits_processors"
+# vLLM's classes whose parameters, ngram_size and others, requests to every engine may have.
+NO_REPEAT = tuple(
+    f"vllm.model_executor.models.{name}:NGramPerReqLogitsProcessor" for name in ("deepseek_ocr", "unlimited_ocr")
+)
+NGramPerReqLogitsProcessor = NO_REPEAT[0]
 
 
 def read_processors(value: Any) -> Any:
-    """Return the option's value (a class, a name or a sequence of these) as a tuple of names.
+    """Return the option's value (a class, a name or a sequence of these) as a tuple of names, without NO_REPEAT.
 
     Records the classes under their names and imports the classes of names. Raises ConfigError for a value that is
     neither a LogitsProcessor class nor its name, for a name that cannot be imported, and for classes that cannot be
@@ -37,7 +42,7 @@ def read_processors(value: Any) -> Any:
         value = [value]
     if not isinstance(value, Sequence):
         raise ConfigError(OPTION, value, "a list of classes, or of their names, module:Class")
-    names = tuple(_name_of(each) for each in value)
+    names = tuple(_name_of(each) for each in value if each not in NO_REPEAT)
     if problem := check_processors(processor_classes(names)):
         raise ConfigError.because(OPTION, problem, "see docs/sampling_params.md")
     return names

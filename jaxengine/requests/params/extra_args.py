@@ -1,5 +1,5 @@
-"""Reader of a request's extra_args: parameters of the engine's logits processors, pages of other engines, and the
-alignment of a prompt with its sound.
+"""Reader of a request's extra_args: parameters of the engine's logits processors, sequences of tokens that must not be
+repeated, pages of other engines, and the alignment of a prompt with its sound.
 """
 
 from __future__ import annotations
@@ -12,26 +12,51 @@ from jaxengine.scheduler.base.errors import RequestError, refuse
 from jaxengine.scheduler.base.logits_processor import LogitsProcessor, read_extra_args
 
 ALIGNMENT = "alignment"
+# Names of vLLM's NGramPerReqLogitsProcessor, with which it serves DeepSeek-OCR, and limits of the first two.
+_SIZE, _WINDOW, _EXEMPT = "ngram_size", "window_size", "whitelist_token_ids"
+_MAX_SIZE, _MAX_WINDOW, _MAX_EXEMPT = 256, 4096, 1024
 _INT32_MAX = 2**31 - 1
 
 
 def extra_fields(
     extra_args: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]], n: int
 ) -> dict[str, Any]:
-    """Return the fields of TokenParams that a request's extra_args determine: kv_transfer, processors, uses_counts and
-    alignment.
+    """Return the fields of TokenParams that a request's extra_args determine: kv_transfer, processors, uses_counts,
+    no_repeat and alignment.
 
     processors: the engine's logits processors. n: number of outputs of the request. Raises RequestError for arguments
-    that no processor has, for invalid kv_transfer_params or alignment, and for do_remote_decode with n above 1.
+    that no processor has, for invalid kv_transfer_params, ngram_size or alignment, and for do_remote_decode with n
+    above 1.
     """
     others = dict(extra_args or {})
     kv_transfer = read_kv_transfer(others.pop(NAME, None))
     if kv_transfer is not None and kv_transfer.do_remote_decode and n > 1:
         raise RequestError(f"n is {n}; allowed: 1 with {NAME}.do_remote_decode", param="n", value=n)
     alignment = _read_alignment(others.pop(ALIGNMENT, None))
+    taken = {name for each in processors for name in each.columns}
+    no_repeat = None if _SIZE in taken else _read_no_repeat(others)
     own = read_extra_args(others, processors)
-    uses_counts = any(processors[number].uses_counts for number in own)
-    return {"kv_transfer": kv_transfer, "processors": own, "uses_counts": uses_counts, ALIGNMENT: alignment}
+    counts = any(processors[number].uses_counts for number in own)
+    fields = {"kv_transfer": kv_transfer, "processors": own, "uses_counts": counts}
+    return {**fields, "no_repeat": no_repeat, ALIGNMENT: alignment}
+
+
+def _read_no_repeat(others: dict[str, Any]) -> tuple[int, int, tuple[int, ...]] | None:
+    """Remove ngram_size, window_size (default: 100) and whitelist_token_ids (default: none) from extra_args, and return
+    TokenParams.no_repeat; None without ngram_size, which leaves the others there. Raises RequestError for values that
+    are not allowed.
+    """
+    if (size := others.get(_SIZE)) is None:
+        return None
+    window, exempt = others.pop(_WINDOW, 100), others.pop(_EXEMPT, None) or ()
+    del others[_SIZE]
+    for name, value, most in ((_SIZE, size, _MAX_SIZE), (_WINDOW, window, _MAX_WINDOW)):
+        if type(value) is not int or not 1 <= value <= most:
+            raise refuse(f"extra_args.{name}", value, f"an integer, 1 to {most}")
+    listed = isinstance(exempt, list | tuple | set | frozenset) and len(exempt) <= _MAX_EXEMPT
+    if not listed or not all(type(each) is int for each in exempt):
+        raise refuse(f"extra_args.{_EXEMPT}", exempt, f"a list of at most {_MAX_EXEMPT} token ids")
+    return size, window, tuple(exempt)
 
 
 def _read_alignment(value: Any) -> tuple[int, int] | None:

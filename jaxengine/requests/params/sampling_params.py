@@ -258,7 +258,8 @@ class SamplingParams(SamplingFields):
         model would write. Needs thinking_words.
       thinking_words: the words around reasoning: a dict with reasoning_end; reasoning_begin, for models that may omit
         reasoning; and closing, the text that is written when the budget is used up.
-      extra_args: parameters of the engine's logits_processors, by name; kv_transfer_params, as in vLLM; `alignment`.
+      extra_args: parameters of the engine's logits_processors, by name; ngram_size, window_size, whitelist_token_ids
+        and kv_transfer_params, as in vLLM; `alignment`.
       return_hidden_states: return the hidden states of the engine's capture_layers at every token, as in SGLang.
       capture: names, from the engine's `capture`, of activations to return at every token. No token of the prompt is
         then taken from the prefix cache.

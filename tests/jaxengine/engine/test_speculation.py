@@ -79,6 +79,7 @@ def workload(temperature: float, vocab_size: int = 257, text: bool = True):
         {"structured_outputs": {"regex": "[a-z]{2,20}( [0-9]+)+"}} if text else {},
         {"logit_bias": few, "n": 2 if temperature else 1},
         {"allowed_token_ids": [*few]},
+        {"extra_args": {"ngram_size": 3, "window_size": 16}, "logit_bias": few},
     ]
     prompts, params = [], []
     for index in range(24):
