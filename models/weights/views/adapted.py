@@ -10,29 +10,26 @@ al. 2024, arXiv:2409.10173).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
-from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.params.source import WHOLE, WeightSource
 from jaxengine.models.params.stored_names import fault_in
+from jaxengine.models.weights.views.renamed import NamedSource
 
 _MIDDLE = ".parametrizations.weight."
 _ORIGINAL, _A, _B = (f"{_MIDDLE}{end}" for end in ("original", "0.lora_A", "0.lora_B"))
 
 
-class AdaptedSource(WrappedSource):
+class AdaptedSource(NamedSource):
     """WeightSource of a checkpoint with adapters of several tasks as one without adapters.
 
     adaptation: (number of a task, factor of its product), which is added to each matrix; None to add none. Raises
-    ModelFileError for adapters that do not fit their matrix, or lack the task.
+    ModelFileError for adapters that do not fit their matrix, or lack the task, and if two tensors get one name.
     """
 
     def __init__(self, source: WeightSource, adaptation: tuple[int, float] | None):
-        super().__init__(source)
+        super().__init__(source, self._plain)
         self._adaptation, names = adaptation, set(source.names())
-        stored = (name for name in names if not name.endswith((_A, _B)))
-        self._stored = {self._plain(name): name for name in stored}
         for name in self._stored.values():
             if name.endswith(_ORIGINAL) and adaptation is not None:
                 self._check(name.removesuffix(_ORIGINAL), names, adaptation[0])
@@ -58,18 +55,11 @@ class AdaptedSource(WrappedSource):
         return (module + _A, module + _B) if is_table else (module + _B, module + _A)
 
     @staticmethod
-    def _plain(name: str) -> str:
-        """Return the name that the stored tensor `name` has without adapters."""
+    def _plain(name: str) -> str | None:
+        """Return the name that the stored tensor `name` has without adapters; None for a part of an adapter."""
+        if name.endswith((_A, _B)):
+            return None
         return name.removesuffix(_ORIGINAL) + ".weight" if name.endswith(_ORIGINAL) else name
-
-    def names(self) -> Iterable[str]:
-        return self._stored.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._stored[name])
-
-    def held_in(self, name: str) -> tuple[str, ...]:
-        return (self._stored.get(name, name),)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored = self._stored[name]
