@@ -144,14 +144,6 @@ def verdict_of(trial: Trial, *, timed: bool) -> Verdict:
         return Verdict(error=f"fails: {_first_line(error)}", difference=difference)
 
 
-def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler) -> Verdict:
-    """Lower, compile and run a call's programs on jax's default device, and return its verdict. Arguments are those of
-    `lowered_trial`, `compiled_trial` and `verdict_of`; both programs are compiled alike. Never raises.
-    """
-    trial = compiled_trial(lowered_trial(call, thorough=thorough), compile_lowered, compile_lowered)
-    return verdict_of(trial, timed=timed)
-
-
 def compare(got: Any, want: Any) -> tuple[float, str]:
     """Compare two pytrees of results, a kernel's and plain XLA's. Return the largest difference, relative to the
     largest value of its row as LIMITS counts it, and a text that says what is wrong, "" if nothing is.

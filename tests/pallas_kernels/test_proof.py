@@ -25,12 +25,14 @@ from jaxengine.pallas_kernels.matmul.microscaled import microscaled_rows
 from jaxengine.pallas_kernels.proof.calls import Call, recorded_calls
 from jaxengine.pallas_kernels.proof.judge import (
     _CASES,
+    Compiler,
     Verdict,
     compare,
-    judge,
+    compiled_trial,
     judged_calls,
     lowered_trial,
     too_slow,
+    verdict_of,
 )
 from jaxengine.pallas_kernels.proof.products import product_case
 from jaxengine.pallas_kernels.proof.ragged import MIXES, Sizes, least_pages, ragged_batch
@@ -44,6 +46,16 @@ from tests.pallas_kernels.selections import programs_of
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 SPEC = AttentionSpec(4, 2, 64, 64, 0.125)
+
+
+def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler) -> Verdict:
+    """Lower, compile and run a call's programs on jax's default device, and return its verdict. Arguments are those of
+    `lowered_trial`, `compiled_trial` and `verdict_of`; both programs are compiled alike. Never raises.
+    """
+    trial = compiled_trial(lowered_trial(call, thorough=thorough), compile_lowered, compile_lowered)
+    return verdict_of(trial, timed=timed)
+
+
 judged = partial(judge, thorough=False, timed=False, compile_lowered=lambda lowered: lowered.compile())
 
 
