@@ -82,6 +82,11 @@ def test_a_task_is_added_to_the_weights(tmp_path):
         state(published, default_task="classification")
     with pytest.raises(ModelFileError, match="must be adapters of 4 tasks or more for a matrix"):
         state(published, default_task="a", lora_adaptations=[*TASKS, "a"])
+    original = next(name for name in stored if name.endswith("parametrizations.weight.original"))
+    plainly = original.replace(".parametrizations.weight.original", ".weight")
+    save_file({**stored, plainly: stored[original].copy()}, published / "model.safetensors")
+    with pytest.raises(ModelFileError, match="stands for .*, as does"):
+        state(published)
 
 
 def test_names_of_jina_ais_own_code(tmp_path):
