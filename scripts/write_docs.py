@@ -151,7 +151,7 @@ are part of the key of compiled programs; the programs of a class that is made i
 
 ## Sequences that are not repeated
 
-A request to any engine may have `extra_args={"ngram_size": 30, "window_size": 90, "whitelist_token_ids": [...]}`, in
+A request to any engine may have `extra_args={{"ngram_size": 30, "window_size": 90, "whitelist_token_ids": [...]}}`, in
 `vllm_xargs` over HTTP: no token completes a sequence of `ngram_size` tokens that is among the last `window_size` tokens
 of the output (100 if it is not given) already, unless the token is in the list. These are the parameters of vLLM's
 `NGramPerReqLogitsProcessor`, with which it serves DeepSeek-OCR; its name in `logits_processors` is taken and changes

@@ -145,7 +145,8 @@ class GridConv(nnx.Module):
 
     def __init__(self, config: Lfm3VlTowerConfig, build: Build):
         size, count, source = config.hidden_size, config.conv_kernel**2, f"{LAYER}.conv"
-        channels = tower_axis("ffn", build)
+        # Not "ffn", for which devices that split a batch exchange rows: a tap is in the same device's rows.
+        channels = tower_axis("heads", build)
         inputs = parts_of(f"{source}.in_proj", size, size, size)
         self.inputs = Linear(size, inputs, axes=("embed", channels), build=build)
         taps = ParamDecl((channels, None), (Source(f"{source}.spatial_conv.weight", size),), init_std=0.3)
