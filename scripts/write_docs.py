@@ -239,7 +239,7 @@ are no multiple of 8, indexers with more than 128 heads.
 of a key, times a slope of the head, off each logit. Attention then runs as plain XLA on all platforms. Slopes are
 float32: transformers rounds Falcon's to bfloat16, and its "eager" attention, with which it is not compared, adds them
 twice.
-MPT with `multiquery_attention`, `qk_ln` or `alibi` false is refused, and so are Baichuan 2 and GGUF files. Slopes
+MPT with `multiquery_attention`, `qk_ln` or `alibi` false is refused, and so is Baichuan 2. Slopes
 follow `alibi_bias_max` (16 in MPT-7B-StoryWriter), which transformers leaves at 8.
 Baichuan, which transformers lacks, is compared with its Llama, to which ALiBi is given as a mask
 (`tests/fixtures/recorders/baichuan.py`).
@@ -266,8 +266,8 @@ Youtu-LLM, GLM-4.7-Flash and Kimi K2 `deepseek2`, those of GLM-4-9B as first pub
 Qwen2.5-VL and Qwen3-VL (`qwen2vl`, `qwen3vl`, `qwen3vlmoe`), HunYuan VL (`hunyuan_vl`) and PaddleOCR-VL (`paddleocr`)
 the text is served, and of those of MiniMax M3 (`minimax-m3`), Muse Glimmer (`muse-glimmer`) and DeepSeek-OCR
 (`deepseek2-ocr`). Files of models that pool are `bert` (BERT, RoBERTa, XLM-R, DistilBERT), `nomic-bert`,
-`modern-bert`, `jina-bert-v2`, `jina-bert-v3` (without its adapters) and `gemma-embedding`;
-[Pooling models](pooling_models.md#gguf-files) has their heads.
+`modern-bert`, `jina-bert-v2`, `jina-bert-v3` (without its adapters), `eurobert` and `gemma-embedding`;
+[Pooling models](pooling_models.md#gguf-files) has their heads. Those of MiniCPM 3 lack its multipliers.
 
 **Your own family:** register it with `jaxengine.register_model`, as
 [examples/custom_model.py](../examples/custom_model.py) does. Every command takes such a file, or a module on

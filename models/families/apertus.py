@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, as_array, gguf_fields
 from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
@@ -57,6 +59,7 @@ class XIELU(nnx.Module):
 class ApertusForCausalLM(LlamaForCausalLM):
     """Llama with q/k norm and XIELU. The text part of Apertus 1.5 may have logits of its first tokens alone."""
 
+    gguf_architecture: ClassVar[str | None] = "apertus"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(constants={".act_fn.beta": BETA, ".act_fn.eps": EPS})
 
     @classmethod
@@ -75,6 +78,15 @@ class ApertusForCausalLM(LlamaForCausalLM):
         if scored is not None and scored > shared["vocab_size"]:
             raise fields.fail("output_vocab_size", f"at most vocab_size, {shared['vocab_size']}")
         return shared | {"scored_tokens": scored, "activation": activation}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        general = ConfigFields(gguf.metadata)
+        for name, value in (("xielu.beta", BETA), ("xielu.eps", EPS)):
+            listed = as_array(general.value(name))
+            if listed.dtype.kind != "f" or not np.allclose(listed, value, rtol=0.01, atol=0):  # of bfloat16
+                raise general.fail(name, f"{value} in all layers")
+        return gguf_fields(gguf, qk_norm=True) | {"activation": XIELU_NAME}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         parts = self.make_attention(layer, build), self.make_mlp(layer, build)

@@ -4,8 +4,9 @@ by layer. Layers differ in KV heads and in the size of the MLP, and may lack att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_of_layers
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.attention.attention import StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS
@@ -61,6 +63,8 @@ class PrunedLayer(nnx.Module):
 class DeciLMForCausalLM(LlamaForCausalLM):
     """Llama of PrunedLayers. `ffn_sizes` of its configuration has 0 for a layer without MLP."""
 
+    gguf_architecture: ClassVar[str | None] = "deci"
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         blocks = _blocks(fields)
@@ -73,12 +77,20 @@ class DeciLMForCausalLM(LlamaForCausalLM):
             raise fields.fail("block_configs", "a list with attention in one layer at least")
         # Absent or null in published files, as layers differ.
         known = {"num_key_value_heads": heads, "intermediate_size": max(*sizes, 1)}
-        shared = super().read_hf(ConfigFields({**fields.raw, **known}))
-        attention = tuple(
-            replace(each, num_kv_heads=heads // (group or 1), feed_forward_only=not group, mixer_only=not size)
-            for each, group, size in zip(shared["attention"], groups, sizes, strict=True)
-        )
-        return shared | {"attention": attention, "ffn_sizes": sizes}
+        return _pruned(super().read_hf(ConfigFields({**fields.raw, **known})), groups, sizes)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, names = gguf.fields, ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+        heads, kv_heads, sizes = (gguf_of_layers(fields, name, 0) for name in names)
+        groups = [count // (kv_count or 1) for count, kv_count in zip(heads, kv_heads, strict=True)]
+        most = max(heads)
+        pairs = zip(heads, kv_heads, strict=True)
+        if any(count not in (0, most) or count % (kv or 1) or (kv > 0) != (count > 0) for count, kv in pairs):
+            raise fields.fail(names[1], "a divisor of attention.head_count, or 0 for both, in each layer")
+        known = zip(names, (most, most, max(*sizes, 1)), strict=True)
+        own = gguf._replace(metadata={**gguf.metadata, **{f"{fields.prefix}{key}": each for key, each in known}})
+        return _pruned(gguf_fields(own), groups, sizes)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config = self.config
@@ -88,6 +100,17 @@ class DeciLMForCausalLM(LlamaForCausalLM):
             options = {"bias": config.mlp_bias, "activation": ACTIVATIONS[config.activation]}
             mlp = GatedMLP(config.hidden_size, size, source=f"{LAYER}.mlp", build=build, **options)
         return PrunedLayer(config, attention, mlp, build)
+
+
+def _pruned(shared: dict[str, Any], groups: Sequence[int], sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Return arguments of ModelConfig, `shared`, with the KV heads and the size of the MLP of each layer. groups:
+    numbers of heads that share a KV head, 0 without attention.
+    """
+    attention = tuple(
+        replace(each, num_kv_heads=each.num_heads // (group or 1), feed_forward_only=not group, mixer_only=not size)
+        for each, group, size in zip(shared["attention"], groups, sizes, strict=True)
+    )
+    return shared | {"attention": attention, "ffn_sizes": sizes}
 
 
 def _blocks(fields: ConfigFields) -> list[tuple[ConfigFields, ConfigFields]]:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention, alibi_slopes
-from jaxengine.models.config.declared import BEFORE, GROUPS, RMS, UNBIASED, WITHIN, DeclaredForm
-from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.declared_row import EPS, Row, no_rope
+from jaxengine.models.config.declared import BEFORE, GROUPS, RMS, ROWS, UNBIASED, WITHIN, DeclaredForm
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope
 from jaxengine.models.families.declared_rows import (
     EPSILON,
     GPT2_FORM,
@@ -21,6 +22,8 @@ from jaxengine.models.families.declared_rows import (
     transformer_names,
 )
 
+Layers = tuple[LayerAttention, ...]
+_BAICHUAN2 = 125696  # tokens
 _COUNTS = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 _MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 # Fields of MPT's attn_config, and the only values that are supported.
@@ -81,7 +84,7 @@ def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `alibi`, true for a file without `max_position_embeddings`, and `max_position_embeddings`: that field or,
     with alibi, `model_max_length`, 4096 by default. Raises ModelConfigError for wrong fields and for Baichuan 2.
     """
-    if fields.has("z_loss_weight") or fields.integer("vocab_size") == 125696:
+    if fields.has("z_loss_weight") or fields.integer("vocab_size") == _BAICHUAN2:
         raise fields.fail("vocab_size", "that of Baichuan 1: Baichuan 2's normalised LM head is not supported")
     alibi = not fields.has("max_position_embeddings")  # the model of 13 billion parameters, which has no rope
     longest = fields.integer("model_max_length" if alibi else "max_position_embeddings", 4096)
@@ -128,6 +131,42 @@ def _jais_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
     return _sloped(fields, layer, replace(attention, scale=1 / attention.head_dim) if divided else attention)
 
 
+def _gguf_sloped(fields: ConfigFields, layers: Layers) -> Layers:
+    """Return layers without rope, with ALiBi slopes down to 2 ** -`attention.max_alibi_bias` (8 by default). Raises
+    ModelConfigError for another value than a number above 0: models with a table of positions are not supported.
+    """
+    slopes = alibi_slopes(layers[0].num_heads, fields.number("attention.max_alibi_bias", 8.0))
+    return tuple(replace(each, rope=None, slopes=slopes) for each in layers)
+
+
+def _gguf_baichuan(gguf: GGUFConfig) -> dict[str, Any]:
+    """Return `gguf_fields`, with rope in 32 layers, as of 7 billion parameters, or with ALiBi slopes in 40, as of 13
+    billion: files do not say which. Raises ModelConfigError for another number, for wrong fields, and for Baichuan 2.
+    """
+    shared, fields = gguf_fields(gguf), gguf.fields
+    if shared["vocab_size"] == _BAICHUAN2:
+        raise ModelConfigError("Baichuan 2, with 125696 tokens, is not supported: its LM head is normalised")
+    if len(layers := shared["attention"]) not in (32, 40):
+        raise fields.fail("block_count", "32 (rope) or 40 (ALiBi)")
+    return shared | {"attention": layers if len(layers) == 32 else _gguf_sloped(fields, layers)}
+
+
+def _gguf_jais(fields: ConfigFields, layers: Layers) -> Layers:
+    """Return layers with ALiBi slopes, and products of queries and keys divided by a head's size, as in all files."""
+    return tuple(replace(each, scale=1 / each.head_dim) for each in _gguf_sloped(fields, layers))
+
+
+def _gguf_jais_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
+    """Return the form with other names, since matrices are not transposed in these files. Raises ModelConfigError for
+    a file without a head: its embeddings have another scale.
+    """
+    if gguf.tie_word_embeddings:
+        raise ModelConfigError("a GGUF file of Jais must have output.weight")
+    names: dict[str, Any] = {"qkv": ("attn.qkv",), "out": "attn.out", "up": ("mlp.gate", "mlp.up"), "down": "mlp.down"}
+    return replace(form, activation="silu", **names)
+
+
+_GGUF = GGUFRow("bloom", eps="attention.layer_norm_epsilon", bias=True, layers=_gguf_sloped)
 # Keys are the class names that config.json lists under "architectures".
 ALIBI_ROWS: dict[str, Row] = {
     "BloomForCausalLM": Row(
@@ -150,6 +189,7 @@ ALIBI_ROWS: dict[str, Row] = {
         adapt=_sizes,
         choose=_bloom_form,
         each_layer=_sloped,
+        gguf=_GGUF._replace(choose=lambda gguf, form: replace(form, joined=ROWS)),
     ),
     "MptForCausalLM": Row(
         "MPT (MosaicML 2023): ALiBi, layer norms without biases, in some models bounded queries, keys and values.",
@@ -178,6 +218,7 @@ ALIBI_ROWS: dict[str, Row] = {
         tied=True,
         adapt=_sizes,
         each_layer=_mpt_layer,
+        gguf=_GGUF._replace(architecture="mpt", bias=False, clip="attention.clamp_kqv"),
     ),
     "JAISLMHeadModel": Row(
         "Jais (Sengupta et al. 2023, arXiv:2308.16149): GPT-2 with ALiBi, gated MLPs, and embeddings, products of "
@@ -198,6 +239,7 @@ ALIBI_ROWS: dict[str, Row] = {
         adapt=_jais_fields,
         each_layer=_jais_layer,
         more=_jais_scales,
+        gguf=_GGUF._replace(architecture="jais", choose=_gguf_jais_form, layers=_gguf_jais),
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight", ".c_fc2.weight"),
         unused=("transformer.relative_pe.", "relative_pe."),
         unused_ends=MASKS,
@@ -214,5 +256,6 @@ ALIBI_ROWS: dict[str, Row] = {
         adapt=_baichuan_fields,
         each_layer=_baichuan_layer,
         unused_ends=(".rotary_emb.inv_freq",),
+        gguf=GGUFRow("baichuan", read=_gguf_baichuan),
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 from jaxengine.models.config.altup import LoopedLayers
 from jaxengine.models.config.declared import AROUND, RMS, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.declared_row import Row
+from jaxengine.models.families.declared_row import GGUFRow, Row
 
 _LLAMA: dict[str, Any] = {
     "eps": "rms_norm_eps",
@@ -50,17 +50,18 @@ def _ouro_loops(fields: ConfigFields) -> dict[str, LoopedLayers]:
     return {"loops": LoopedLayers(0, fields.integer("num_hidden_layers"), loops, normed=True)}
 
 
-def _nanbeige_loops(fields: ConfigFields) -> dict[str, LoopedLayers]:
+def _nanbeige_loops(fields: ConfigFields, layers: str = "num_hidden_layers") -> dict[str, LoopedLayers]:
     """Return the loop over all layers, which runs `num_loops` times, once by default, or, with `loop_loss_weights` of
     loops but the last, once more than there are such weights. The last norm also follows the loops before the last,
-    unless `skip_loop_final_norm` is true. Raises ModelConfigError for wrong fields.
+    unless `skip_loop_final_norm` is true. layers: name of the field with the number of layers. Raises ModelConfigError
+    for wrong fields.
     """
     weights = fields.value("loop_loss_weights", None) or []
     if not isinstance(weights, list):
         raise fields.fail("loop_loss_weights", "a list of numbers")
     loops = len(weights) + 1 if weights else fields.integer("num_loops", 1)
     normed = not fields.boolean("skip_loop_final_norm", False)
-    return {"loops": LoopedLayers(0, fields.integer("num_hidden_layers"), loops, normed=normed)}
+    return {"loops": LoopedLayers(0, fields.integer(layers), loops, normed=normed)}
 
 
 # Keys are the class names that config.json lists under "architectures".
@@ -71,6 +72,7 @@ LOOP_ROWS: dict[str, Row] = {
         defaults={"rms_norm_eps": 1e-5, **_NO_BIAS},
         only=_NANBEIGE_ONLY,
         more=_nanbeige_loops,
+        gguf=GGUFRow("nanbeige", more=lambda fields: _nanbeige_loops(fields, "block_count")),
         **_LLAMA,
     ),
     "OuroForCausalLM": Row(

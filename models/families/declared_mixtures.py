@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import AROUND, OFFSET, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_by_layer, gguf_limits
+from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_by_layer, gguf_experts, gguf_limits
 from jaxengine.models.config.readers.hf import FULL, LAYER_CONFIG, SLIDING, layer_kinds
 from jaxengine.models.families.declared_experts import gguf_after_dense, shared_of_size
 from jaxengine.models.families.declared_row import (
@@ -374,6 +375,12 @@ MIXTURE_ROWS: dict[str, Row] = {
         experts_in="ffn",
         expert_names=ExpertNames(gate="w1", up="v1", down="w2", router="router.layer"),
         expert_rows=ExpertRows(rows=("w1", "v1"), turned=("w2",)),
+        gguf=GGUFRow(
+            "dbrx",
+            eps="attention.layer_norm_epsilon",
+            clip="attention.clamp_kqv",
+            experts=partial(gguf_experts, norm_weights=True),
+        ),
     ),
     "BeamForCausalLM": Row(
         "Beam 1.0 (Reflection AI 2026): norms before and after both parts of a layer, which are added up with factors "

@@ -224,8 +224,7 @@ class Row(NamedTuple):
         experts = None if self.experts is None else self.experts(fields)
         named = {} if experts is None else {"activation": activation}
         more = {} if self.more is None else self.more(fields)
-        if (loops := more.get("loops")) is not None:  # each run of a layer is one of the model
-            shared["attention"] = tuple(shared["attention"][stored] for stored in loops.stored)
+        shared = _run_in_loops(shared, more)
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **named, **more}
 
     def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
@@ -251,7 +250,7 @@ class Row(NamedTuple):
             shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
         named = {} if experts is None else {"activation": form.activation}
         more = {} if own.more is None else own.more(gguf.fields)
-        return shared | {"mlp_bias": own.bias, "declared": form, **named, **more}
+        return _run_in_loops(shared, more) | {"mlp_bias": own.bias, "declared": form, **named, **more}
 
     def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
         """Return the fields that families share, as arguments of ModelConfig, including latent attention if the row has
@@ -281,3 +280,10 @@ class Row(NamedTuple):
         given = {key for key in raw if raw[key] is not None or key in null or key.endswith("_token_id")}
         fields = ConfigFields({**raw, **{key: value for key, value in self.defaults.items() if key not in given}})
         return fields if self.adapt is None else ConfigFields({**fields.raw, **self.adapt(fields)})
+
+
+def _run_in_loops(shared: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of ModelConfig, `shared`, with a layer for each run of those in the `loops` of `more`."""
+    if (loops := more.get("loops")) is None:
+        return shared
+    return {**shared, "attention": tuple(shared["attention"][stored] for stored in loops.stored)}

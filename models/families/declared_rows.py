@@ -280,6 +280,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         },
         choose=lambda fields, form: form if fields.boolean("multi_query") else replace(form, joined=GROUPS),
         each_layer=_gpt2_layer,
+        gguf=GGUFRow("starcoder", eps="attention.layer_norm_epsilon", bias=True, rotates=False),
         unused_ends=MASKS,
     ),
     "GPTJForCausalLM": Row(
@@ -317,12 +318,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             ("embed_out.", "lm_head."),
         ),
         spelled={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
-        defaults={
-            EPS: 1e-5,
-            "partial_rotary_factor": 0.25,
-            "attention_bias": True,
-            "use_parallel_residual": True,
-        },
+        defaults={EPS: 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True, "use_parallel_residual": True},
         rope=parts_of_heads,
         bias="attention_bias",
         output_bias="attention_bias",
@@ -472,6 +468,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
+        gguf=GGUFRow("jais2", eps="attention.layer_norm_epsilon", bias=True),
     ),
     "HeliumForCausalLM": Row(
         "Helium (Kyutai 2025): Llama with rope over neighbouring elements.",

@@ -13,6 +13,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import CLS, MEAN, Classifier, TokenHead
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import hf_architecture, hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.base.activations import ACTIVATIONS, read_activation
@@ -46,6 +47,7 @@ class EuroBertModel(LlamaForCausalLM):
     former two before the pooling if `classifier_pooling` is late.
     """
 
+    gguf_architecture: ClassVar[str | None] = "eurobert"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(heads=("lm_head.", "dense.", "classifier."))
 
     @classmethod
@@ -56,6 +58,11 @@ class EuroBertModel(LlamaForCausalLM):
         encoder = EncoderConfig(read_activation(fields), num_token_types=0, num_positions=0, dense_first=late)
         shared = hf_fields(fields, bias=bias, output_bias=bias, causal=False, activation=HIDDEN_ACT)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False), "encoder": encoder}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        encoder = EncoderConfig("silu", num_token_types=0, num_positions=0, dense_first=True)
+        return gguf_fields(gguf, causal=False) | {"encoder": encoder, "tie_word_embeddings": False}
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:

@@ -26,6 +26,7 @@ from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 _MSCALES = ("short_mscale", "long_mscale")
+_MSCALE = 1.243163121016122  # both, in all published models with longrope
 
 
 class SparseMixer(MixtureOfExperts):
@@ -107,6 +108,15 @@ def _gguf_experts(fields: ConfigFields) -> ExpertsConfig:
     return experts
 
 
+def _gguf_rope(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
+    """Return a GGUF file's layers; if they have longrope, with _MSCALE, in place of which files have Phi-3's factor."""
+    rope = layers[0].rope
+    if rope is None or rope.scaling is None or not rope.scaling.short_factors:
+        return layers
+    rope = replace(rope, scaling=replace(rope.scaling, attention_factor=_MSCALE))
+    return tuple(replace(each, rope=rope) for each in layers)
+
+
 class PhiMoEForCausalLM(DeclaredForCausalLM):
     """Llama with layer norms, experts in every layer, and in some checkpoints biases."""
 
@@ -129,7 +139,11 @@ class PhiMoEForCausalLM(DeclaredForCausalLM):
         each_layer=_windowed,
         experts=_read_experts,
         gguf=GGUFRow(
-            "phimoe", bias=True, choose=lambda gguf, form: replace(form, head_bias=True), experts=_gguf_experts
+            "phimoe",
+            bias=True,
+            choose=lambda gguf, form: replace(form, head_bias=True),
+            experts=_gguf_experts,
+            layers=_gguf_rope,
         ),
     )
 

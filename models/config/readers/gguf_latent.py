@@ -10,10 +10,10 @@ from jaxengine.models.config.attention import Latent
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_temperature
 
 
-def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
+def gguf_latent_fields(gguf: GGUFConfig, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
     """Return keyword arguments of ModelConfig, without the architecture, from the GGUF file of a model with multi-head
-    latent attention: those of `gguf_fields`, with a Latent in each layer, one KV head, interleaved rope, and a softmax
-    scale that includes the square of YaRN's mscale.
+    latent attention: those of `gguf_fields`, with a Latent in each layer, one KV head, rope of neighbouring elements if
+    `interleaved`, and a softmax scale that includes the square of YaRN's mscale.
 
     Current files give the sizes of attention over latents, with one KV head, and in addition those of a head; older
     files give only the latter. options: further options of gguf_fields, without interleaved and yarn. Raises
@@ -39,7 +39,7 @@ def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
     alike = gguf._replace(metadata={**gguf.metadata, **rotated, f"{prefix}attention.head_count_kv": 1})
     # Rope's tables need no factor: `mscale` equals `mscale_all_dim` in all published checkpoints.
     options["temperature"] = gguf_temperature(fields)
-    shared = gguf_fields(alike, interleaved=True, yarn={"attention_factor": 1.0}, **options)
+    shared = gguf_fields(alike, interleaved=interleaved, yarn={"attention_factor": 1.0}, **options)
     mscale = 1.0
     if fields.text("rope.scaling.type", "none") == "yarn":
         # The file stores a tenth of mscale_all_dim.

@@ -12,7 +12,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from io import FileIO
 from typing import Any
@@ -26,7 +26,7 @@ from jaxengine.models.quantization.schemes.gguf import CODES, SCALES, ZEROS
 from jaxengine.models.weights.gguf.arranged import Arranged, arrange, arrangements
 from jaxengine.models.weights.gguf.dequant import BlockFormat, dequantize, split_blocks
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
-from jaxengine.models.weights.gguf.layout import LAYOUTS
+from jaxengine.models.weights.gguf.layout import LAYOUTS, GGUFLayout
 from jaxengine.models.weights.gguf.split import check_part, check_tensors, other_parts
 
 # Bytes of the file dequantised at a time, in complete rows: large enough for numpy, small enough to stay in cache.
@@ -40,7 +40,9 @@ _NUMBER = re.compile(r"blk\.([0-9]{1,6})\.")
 # A bias of a layer; and weights, of a layer or outside.
 _BIAS = re.compile(r"blk\.[0-9]+\.([a-z0-9_]+)\.bias")
 _WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+(?:\.[a-z]+)?)\.weight")
-_HEADS = "attention.head_count"
+_HEADS, _HEADS_KV = "attention.head_count", "attention.head_count_kv"
+_SIZES = "attention.key_length", "attention.value_length"
+_JOINED_QKV = re.compile(r"(blk\.([0-9]{1,6})\.attn_)qkv(\.(?:weight|bias))")
 
 
 def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -84,8 +86,15 @@ class GGUFFile:
                 check_tensors(self.path, self.metadata, len(tensors))
             tensors = _of_read_layers(self.architecture, self.metadata, tensors)
             self._layout = LAYOUTS[self.architecture]
-            # Only where rows of heads are permuted; elsewhere layers may differ in their number.
-            self._heads = {module: self._head_count(key) for module, key in self._layout.heads.items()}
+            if "attn_qkv" not in self._layout.parts and any(_JOINED_QKV.fullmatch(info.name) for info in tensors):
+                counts = [self._head_counts(key) for key in (_HEADS, _HEADS_KV)]
+                usual = self._positive("embedding_length") // max(counts[0])
+                sizes = [self._positive(key, self.metadata.get(f"{self.architecture}.{key}", usual)) for key in _SIZES]
+                tensors = tuple(part for info in tensors for part in _queries_apart(self.path, info, counts, sizes))
+            # Only where rows of heads are permuted.
+            self._heads = {module: self._head_counts(key) for module, key in self._layout.heads.items()}
+            count = self._positive("block_count") if self._layout.numbers else 0
+            self._numbers = dict(_listed_numbers(self.path, self.metadata, self._layout, count))
             self._factors: dict[str, TensorInfo] = {}
             self._tensors = self._named(tensors)
             orders = arrangements(self.architecture, self._positive)
@@ -125,7 +134,7 @@ class GGUFFile:
     def names(self) -> Iterable[str]:
         """Return the canonical names of all tensors in the order of the file; those of kept matrices come last."""
         kept = {weight for weight, _ in self._kept.values()}
-        return (*(name for name in self._tensors if name not in kept), *self._kept)
+        return (*(name for name in self._tensors if name not in kept), *self._numbers, *self._kept)
 
     def formats(self) -> dict[str, BlockFormat]:
         """Return the block format of each quantised matrix, by its module (the name without `.weight`)."""
@@ -151,6 +160,8 @@ class GGUFFile:
                 self._kept[f"{module}.{kind}"] = f"{module}.weight", kind
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._numbers:
+            return self._numbers[name].shape
         weight, kind = self._kept.get(name, (name, None))
         return _shape(self._info(weight), kind)
 
@@ -162,6 +173,8 @@ class GGUFFile:
         states. Factors of whole matrices are applied. Raises ModelFileError for a tensor that the file does not have or
         whose values are not possible, and if it cannot be read.
         """
+        if name in self._numbers:
+            return self._numbers[name][rows]
         name, kind = self._kept.get(name, (name, None))
         values = self._read(name, kind, rows, columns)
         if kind != CODES and name in self._factors:
@@ -272,7 +285,7 @@ class GGUFFile:
                     raise ModelFileError(self.path, f"stands for {name}, as does {named[name].name}", info.name)
                 named[name] = part
                 heads = self._permuted_heads(name)
-                if heads is not None and info.shape[0] % (2 * heads):
+                if heads is not None and (not heads or info.shape[0] % (2 * heads)):
                     text = f"{info.shape[0]} rows are not an even number for each of {heads} heads"
                     raise ModelFileError(self.path, text, info.name)
         for whole, part in (scaled | self._factors).items():
@@ -308,18 +321,22 @@ class GGUFFile:
         kinds = ("weight", "bias") if self._layout.permuted_biases else ("weight",)
         for part, heads in self._heads.items():
             if name.endswith(tuple(f".{part}.{kind}" for kind in kinds)):
-                return heads
+                return _of_layer(heads, int(name.split(".")[2]))
         return None
 
-    def _head_count(self, key: str) -> int:
-        """Return the number of heads in the metadata's field `key`, without its architecture; that of queries if it is
-        absent. Of a list, return the only number above 0. Raises ModelFileError for anything but an integer >= 1.
+    def _head_counts(self, key: str) -> list[int]:
+        """Return the number of heads of each layer in the metadata's field `key`, without its architecture, or one for
+        all; those of queries if it is absent. Of a list, zeros are left out if the others are equal. Raises
+        ModelFileError for anything but integers >= 1.
         """
         listed = self.metadata.get(f"{self.architecture}.{key}")
-        if isinstance(listed, np.ndarray):  # layers with a state have none
-            numbers = set(listed.ravel().tolist()) - {0}
-            return self._positive(key, numbers.pop() if len(numbers) == 1 else listed.tolist())
-        return self._positive(_HEADS if listed is None else key)
+        if not isinstance(listed, np.ndarray):
+            return [self._positive(_HEADS if listed is None else key)]
+        numbers = listed.ravel().tolist()
+        counts = set(numbers) - {0}  # layers with a state, or without attention, have none
+        for count in counts or [numbers]:
+            self._positive(key, count)
+        return list(counts) if len(counts) == 1 else numbers
 
     def _positive(self, key: str, number: Any = None) -> int:
         """Return the metadata's field `key`, without its architecture, or `number` as its value. Raises ModelFileError
@@ -330,6 +347,46 @@ class GGUFFile:
         if type(number) is not int or number < 1:
             raise ModelFileError(self.path, f"must be a positive number, got {repr(number)[:100]}", key)
         return number
+
+
+def _queries_apart(path: str, info: TensorInfo, counts: Sequence[list[int]], sizes: Sequence[int]) -> list[TensorInfo]:
+    """Return the tensors of queries, keys and values whose rows a tensor joins, as the converter's --fuse-qkv does; of
+    another tensor itself. counts: heads of queries, and KV heads, of layers. sizes: elements of a key, and of a value.
+    Raises ModelFileError for another number of rows.
+    """
+    if (match := _JOINED_QKV.fullmatch(info.name)) is None:
+        return [info]
+    stem, layer, end = match.groups()
+    heads, kv_heads = (_of_layer(each, int(layer)) for each in counts)
+    rows = {"q": heads * sizes[0], "k": kv_heads * sizes[0], "v": kv_heads * sizes[1]}
+    if info.shape[0] != sum(rows.values()) or not all(rows.values()) or info.num_bytes % info.shape[0]:
+        raise ModelFileError(path, f"must have the rows of queries, keys and values, {rows}", info.name)
+    row, first, parts = info.num_bytes // info.shape[0], info.start, []
+    for part, count in rows.items():
+        name, shape, size = f"{stem}{part}{end}", (count, *info.shape[1:]), count * row
+        parts.append(replace(info, name=name, shape=shape, start=first, num_bytes=size))
+        first += size
+    return parts
+
+
+def _listed_numbers(
+    path: str, metadata: Mapping[str, Any], layout: GGUFLayout, count: int
+) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield (canonical name, f32[1]) of the tensors of one number that metadata list for `count` layers, or give for
+    all. Raises ModelFileError for other metadata.
+    """
+    for key, part in layout.numbers.items():
+        listed = metadata.get(key)
+        values = np.atleast_1d(listed if isinstance(listed, (float, np.ndarray)) else ())
+        if values.dtype.kind != "f" or values.shape not in ((1,), (count,)) or not np.isfinite(values).all():
+            raise ModelFileError(path, f"must be a number for each of {count} layers", key)
+        values = np.broadcast_to(values, count).astype(np.float32)
+        yield from ((f"{layout.layers}.{layer}.{part}", values[layer : layer + 1]) for layer in range(count))
+
+
+def _of_layer(counts: list[int], layer: int) -> int:
+    """Return the layer's number in `counts`, or that of all layers; 0 for a layer that the list does not have."""
+    return counts[0] if len(counts) == 1 else counts[layer] if layer < len(counts) else 0
 
 
 def _of_read_layers(

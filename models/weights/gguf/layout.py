@@ -30,7 +30,7 @@ _GLOBAL = _names(
     "per_layer_token_embd model.embed_tokens_per_layer, per_layer_model_proj model.per_layer_model_projection, "
     "per_layer_proj_norm model.per_layer_projection_norm, altup_proj model.altup_projections.{expert}, "
     "altup_unembd_proj model.altup_unembed_projections.{expert}, dense_2 dense.0.linear, dense_3 dense.1.linear, "
-    "cls.output score"
+    "cls.output score, token_embd_norm model.embed_norm"
 )
 _LAYER = {
     **_names(
@@ -106,10 +106,8 @@ _NEMOTRON_H = {
     **_mlp("mixer.experts.{expert}", "_exps", parts=("up", "down")),
     **_mlp("mixer.shared_experts", "_shexp", parts=("up", "down")),
 }
-_NEMOTRON_H_BARE = {
-    **{part: f"mixer.{name}" for part, name in _MAMBA_BARE.items()},
-    "exp_probs_b": "mixer.gate.e_score_correction_bias",
-}
+_NEMOTRON_H_BARE = {part: f"mixer.{name}" for part, name in _MAMBA_BARE.items()}
+_NEMOTRON_H_BARE["exp_probs_b"] = "mixer.gate.e_score_correction_bias"
 _GRANITE_HYBRID = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     **_mlp("block_sparse_moe.experts.{expert}", "_exps"),
@@ -121,15 +119,9 @@ _FALCON_H1 = {**{part: f"mamba.{name}" for part, name in _MAMBA.items()}, **_mlp
 _NETS = {
     **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
     **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
-    "ssm_beta": "self_attn.b_proj",
-    "ssm_norm": "self_attn.o_norm",
+    **_names("ssm_beta self_attn.b_proj, ssm_norm self_attn.o_norm"),
 }
-_KIMI = {
-    **_LATENT,
-    **_NETS,
-    **_MIXTRAL,
-    **_mlp("block_sparse_moe.shared_experts", "_shexp"),
-}
+_KIMI = {**_LATENT, **_NETS, **_MIXTRAL, **_mlp("block_sparse_moe.shared_experts", "_shexp")}
 _KIMI_BARE = _names(
     "ssm_a self_attn.A_log, ssm_dt self_attn.dt_bias, exp_probs_b block_sparse_moe.gate.e_score_correction_bias"
 )
@@ -197,6 +189,7 @@ class GGUFLayout(NamedTuple):
       factors: checkpoint names of a layer's `.scale` tensors that are weights of their own, by llama.cpp's name.
       layers: what the checkpoint names of a layer's modules begin with, before its number.
       tables: checkpoint modules outside of layers, by llama.cpp's name, where they differ from _GLOBAL.
+      numbers: checkpoint names of a layer's tensors of one number, by the metadata that list it for each layer.
     """
 
     parts: Mapping[str, str] = _NONE
@@ -211,6 +204,7 @@ class GGUFLayout(NamedTuple):
     factors: Mapping[str, str] = _NONE
     layers: str = "model.layers"
     tables: Mapping[str, str] = _NONE
+    numbers: Mapping[str, str] = _NONE
 
     def canonical_name(self, name: str) -> str:
         """Return the checkpoint's name of a file's tensor: `blk.3.attn_q.weight` becomes
@@ -267,16 +261,19 @@ class GGUFLayout(NamedTuple):
         return {{**_LAYER, **self.parts}[part]: key for part, key in names.items()} if self.permuted else {}
 
 
+def _own(pairs: str) -> GGUFLayout:
+    """Return the layout of an architecture that differs in its names alone, as `_names` has them."""
+    return GGUFLayout(_names(pairs))
+
+
 # Layouts by general.architecture. A family reads each: jaxengine.models.registry.model_for_gguf.
 LAYOUTS: dict[str, GGUFLayout] = {
     "llama": GGUFLayout(_MIXTRAL, permuted=True),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "paddleocr"), GGUFLayout()),
-    "mistral3": GGUFLayout(permuted=True),
     "qwen2moe": GGUFLayout(_SHARED_EXPERT, rows=_GATE_ROW),
     "qwen3next": GGUFLayout({**_DELTA, **_SHARED_EXPERT}, norm_offset=1.0, bare=_DELTA_BARE, rows=_GATE_ROW),
     "qwen35": GGUFLayout(_DELTA, norm_offset=1.0, bare=_DELTA_BARE),
     "qwen35moe": GGUFLayout({**_DELTA, **_SHARED_EXPERT}, norm_offset=1.0, bare=_DELTA_BARE, rows=_GATE_ROW),
-    "olmoe": GGUFLayout(),
     "minimax-m2": GGUFLayout(_MIXTRAL, bare=_MINIMAX),
     "minimax-m3": GGUFLayout(
         {
@@ -290,18 +287,15 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "hunyuan-moe": GGUFLayout({**_HUNYUAN, "ffn_gate_inp": "mlp.gate.wg", **_mlp("mlp.shared_mlp", "_shexp")}),
     "deepseek": GGUFLayout(_SHARED, permuted=True),
     "bailingmoe": GGUFLayout({**_SHARED, "attn_output": "attention.dense"}, permuted=True),
-    "orion": GGUFLayout(),
-    "mellum": GGUFLayout(),
+    **dict.fromkeys(("olmoe", "jais2", "eurobert", "orion", "mellum", "command-r", "cohere2"), GGUFLayout()),
     "mimo2": GGUFLayout({"attn_qkv": "self_attn.qkv_proj"}, bare={**_CORRECTION, "attn_sinks": "self_attn.sinks"}),
     "step35": GGUFLayout({**_SHARED, "attn_gate": "self_attn.g_proj"}, norm_offset=1.0, bare=_CORRECTION),
     "afmoe": GGUFLayout(
-        {
-            **_SHARED,
-            **_names(
-                "attn_gate self_attn.gate_proj, post_attention_norm post_attention_layernorm, "
-                "ffn_norm pre_mlp_layernorm, post_ffw_norm post_mlp_layernorm, ffn_gate_inp mlp.router.gate"
-            ),
-        },
+        _SHARED
+        | _names(
+            "attn_gate self_attn.gate_proj, post_attention_norm post_attention_layernorm, "
+            "ffn_norm pre_mlp_layernorm, post_ffw_norm post_mlp_layernorm, ffn_gate_inp mlp.router.gate"
+        ),
         bare={"exp_probs_b": "mlp.expert_bias"},
     ),
     "laguna": GGUFLayout(
@@ -316,17 +310,38 @@ LAYOUTS: dict[str, GGUFLayout] = {
         {"ffn_gate_inp": "mlp.router.gate", **_mlp("mlp.shared_mlp", "_shexp")},
         bare={"exp_probs_b": "mlp.expert_bias"},
     ),
-    "chatglm": GGUFLayout(
-        _names(
+    **dict.fromkeys(
+        ("chatglm", "bloom"),
+        _own(
             "attn_qkv self_attention.query_key_value, attn_output self_attention.dense, ffn_up mlp.dense_h_to_4h, "
             "ffn_down mlp.dense_4h_to_h"
-        )
+        ),
     ),
-    "qwen": GGUFLayout(
-        _names(
-            "attn_norm ln_1, ffn_norm ln_2, attn_qkv attn.c_attn, attn_output attn.c_proj, ffn_gate mlp.w2, "
-            "ffn_up mlp.w1, ffn_down mlp.c_proj"
-        )
+    "mpt": _own(
+        "attn_norm norm_1, ffn_norm norm_2, attn_qkv attn.Wqkv, attn_output attn.out_proj, ffn_up ffn.up_proj, "
+        "ffn_down ffn.down_proj"
+    ),
+    **dict.fromkeys(
+        ("baichuan", "deci", "nanbeige", "mistral3", "granite", "smollm3", "arcee"), GGUFLayout(permuted=True)
+    ),
+    "starcoder": _own(
+        "attn_norm ln_1, ffn_norm ln_2, attn_qkv attn.c_attn, attn_output attn.c_proj, ffn_up mlp.c_fc, "
+        "ffn_down mlp.c_proj"
+    ),
+    "dbrx": _own(
+        "attn_norm norm_attn_norm.norm_1, attn_output_norm norm_attn_norm.norm_2, "
+        "attn_qkv norm_attn_norm.attn.Wqkv, attn_output norm_attn_norm.attn.out_proj, "
+        "ffn_gate_inp ffn.router.layer, ffn_gate_exps ffn.experts.{expert}.w1, "
+        "ffn_up_exps ffn.experts.{expert}.v1, ffn_down_exps ffn.experts.{expert}.w2"
+    ),
+    "minicpm3": GGUFLayout(_LATENT),
+    "apertus": GGUFLayout(
+        {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        numbers={f"xielu.alpha_{sign}": f"mlp.act_fn.alpha_{sign}" for sign in "pn"},
+    ),
+    "qwen": _own(
+        "attn_norm ln_1, ffn_norm ln_2, attn_qkv attn.c_attn, attn_output attn.c_proj, ffn_gate mlp.w2, "
+        "ffn_up mlp.w1, ffn_down mlp.c_proj"
     ),
     "dots1": GGUFLayout(_SHARED, bare=_CORRECTION),
     **dict.fromkeys(("deepseek2", "mistral4"), GGUFLayout({**_LATENT, **_SHARED}, bare=_CORRECTION)),
@@ -337,28 +352,20 @@ LAYOUTS: dict[str, GGUFLayout] = {
     ),
     "llama4": GGUFLayout(_LLAMA4),
     "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "granite": GGUFLayout(permuted=True),
-    "minicpm": GGUFLayout(permuted=True, permuted_biases=False),
     "gemma": GGUFLayout(norm_offset=1.0),
-    "gemma2": GGUFLayout(_GEMMA, norm_offset=1.0),
     "gemma4": GGUFLayout(
         _GEMMA4,
         bare={"layer_output_scale": "layer_scalar"},
         factors={"ffn_gate_inp": "router.scale", "ffn_down_exps": "router.per_expert_scale"},
     ),
-    "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
-    "gemma-embedding": GGUFLayout(_GEMMA, norm_offset=1.0),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma-embedding"), GGUFLayout(_GEMMA, norm_offset=1.0)),
     "gemma3n": GGUFLayout(_GEMMA3N, bare={"altup_correct_scale": "altup.correct_output_scale"}),
     "olmo2": GGUFLayout(_POST_NORMS),
-    "smollm3": GGUFLayout(permuted=True),
-    **dict.fromkeys(("command-r", "cohere2"), GGUFLayout()),
     "exaone4": GGUFLayout(_POST_NORMS),
     "starcoder2": GGUFLayout({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "nemotron": GGUFLayout(norm_offset=1.0),
-    "glm4": GGUFLayout(
-        _names(
-            "post_attention_norm post_self_attn_layernorm, post_ffw_norm post_mlp_layernorm, ffn_up mlp.gate_up_proj"
-        )
+    "glm4": _own(
+        "post_attention_norm post_self_attn_layernorm, post_ffw_norm post_mlp_layernorm, ffn_up mlp.gate_up_proj"
     ),
     "glm4moe": GGUFLayout({"post_attention_norm": "post_attention_layernorm", **_SHARED}, bare=_CORRECTION),
     "ernie4_5": GGUFLayout(),
@@ -385,11 +392,9 @@ LAYOUTS: dict[str, GGUFLayout] = {
         ),
         permuted=True,
     ),
-    "falcon": GGUFLayout(
-        _names(
-            "attn_norm_2 ln_attn, attn_qkv self_attention.query_key_value, attn_output self_attention.dense, "
-            "ffn_up mlp.dense_h_to_4h, ffn_down mlp.dense_4h_to_h"
-        )
+    "falcon": _own(
+        "attn_norm_2 ln_attn, attn_qkv self_attention.query_key_value, attn_output self_attention.dense, "
+        "ffn_up mlp.dense_h_to_4h, ffn_down mlp.dense_4h_to_h"
     ),
     "stablelm": GGUFLayout({f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{expert}}" for part in "qk"}),
     **dict.fromkeys(("hunyuan-dense", "hunyuan_vl"), GGUFLayout(_HUNYUAN)),
@@ -430,26 +435,23 @@ LAYOUTS: dict[str, GGUFLayout] = {
         layers=_BERT_LAYERS,
         tables=_BERT_TABLES,
     ),
-    "gpt2": GGUFLayout(
-        _names(
-            "attn_norm ln_1, ffn_norm ln_2, attn_qkv attn.qkv, attn_output attn.out, ffn_up mlp.up, ffn_down mlp.down"
-        )
+    **dict.fromkeys(
+        ("gpt2", "jais"),
+        _own(
+            "attn_norm ln_1, ffn_norm ln_2, attn_qkv attn.qkv, attn_output attn.out, ffn_up mlp.up, "
+            "ffn_gate mlp.gate, ffn_down mlp.down"
+        ),
     ),
-    "gptneox": GGUFLayout(
-        _names(
-            "attn_qkv attention.query_key_value, attn_output attention.dense, ffn_up mlp.dense_h_to_4h, "
-            "ffn_down mlp.dense_4h_to_h"
-        )
+    "gptneox": _own(
+        "attn_qkv attention.query_key_value, attn_output attention.dense, ffn_up mlp.dense_h_to_4h, "
+        "ffn_down mlp.dense_4h_to_h"
     ),
-    "exaone": GGUFLayout(
-        _names(
-            "attn_norm ln_1, ffn_norm ln_2, attn_q attn.attention.q_proj, attn_k attn.attention.k_proj, "
-            "attn_v attn.attention.v_proj, attn_output attn.attention.out_proj, ffn_gate mlp.c_fc_0, "
-            "ffn_up mlp.c_fc_1, ffn_down mlp.c_proj"
-        )
+    "exaone": _own(
+        "attn_norm ln_1, ffn_norm ln_2, attn_q attn.attention.q_proj, attn_k attn.attention.k_proj, "
+        "attn_v attn.attention.v_proj, attn_output attn.attention.out_proj, ffn_gate mlp.c_fc_0, "
+        "ffn_up mlp.c_fc_1, ffn_down mlp.c_proj"
     ),
-    "arcee": GGUFLayout(permuted=True),
-    "olmo": GGUFLayout(permuted=True, permuted_biases=False),
+    **dict.fromkeys(("olmo", "minicpm"), GGUFLayout(permuted=True, permuted_biases=False)),
     "phi2": GGUFLayout({"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
     "granitemoe": GGUFLayout(_GRANITE_HYBRID, permuted=True),
     "granitehybrid": GGUFLayout(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.readers.gguf import READ_AS
+from jaxengine.models.config.readers.gguf import READ_AS, RopeFactors
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.registry import read_gguf
 
@@ -359,3 +359,14 @@ def test_layers_with_states():
 def test_unusable_metadata(architecture, changes, message):
     with pytest.raises(ModelConfigError, match=message):
         read(architecture, **{name.replace(".", "__"): value for name, value in changes.items()})
+
+
+def test_factor_of_phimoes_longrope():
+    """Published models multiply cos and sin by a number of their own; files have Phi-3's, of both lengths."""
+    fields = {**SHARED, "expert_count": 4, "expert_used_count": 2, "rope.scaling.attn_factor": 1.19}
+    metadata = {"general.architecture": "phimoe", **{f"phimoe.{name}": value for name, value in fields.items()}}
+    factors = RopeFactors(short=(1.0,) * 16, long=(2.0,) * 16)
+    rope = read_gguf(metadata, rope_factors=factors).attention[0].rope
+    assert rope is not None and rope.scaling is not None and rope.scaling.attention_factor == 1.243163121016122
+    plain = read_gguf(metadata).attention[0].rope
+    assert plain is not None and plain.scaling is None

@@ -130,6 +130,7 @@ ENCODERS: dict[str, tuple[str, Mapping[str, str]]] = {
             "mlp.Wo": "ffn_down",
         },
     ),
+    "eurobert": ("eurobert", {"embed_tokens": "token_embd", "norm": "output_norm"}),
     "jina": (
         "jina-bert-v2",
         {"mlp.gated_layers": "ffn_up", "mlp.wo": "ffn_down", "mlp.layernorm": "layer_output_norm"},
@@ -257,6 +258,12 @@ def _encoder_metadata(architecture: str, config: Mapping[str, Any]) -> dict[str,
         del own["attention.causal"]
     else:
         own["attention.layer_norm_epsilon"] = (F32, config.get("layer_norm_eps", config.get("norm_eps", 1e-12)))
+    if architecture == "eurobert":
+        own |= {
+            "attention.head_count_kv": (U32, config["num_key_value_heads"]),
+            "attention.layer_norm_rms_epsilon": (F32, config["rms_norm_eps"]),
+            "rope.freq_base": (F32, rope.get("rope_theta", 10000.0)),
+        }
     if architecture == "modern-bert":
         own |= {
             "attention.layer_norm_epsilon": (F32, 1e-5),

@@ -26,15 +26,19 @@ class Conversion(NamedTuple):
 
     names: llama.cpp's names of a layer's modules, or of whole tensors, where they differ from NAMES; "#" stands for an
     expert's number. like: architecture whose metadata it has, too. own: further metadata. modified: tensors before they
-    are named. usual: fields of the configuration under their usual names, by those of the file.
+    are named. usual: fields of the configuration under their usual names, by those of the file. given: usual fields
+    that follow from others. listed: metadata from the tensors, under whole names. None in `own`: metadata that the
+    file lacks.
     """
 
     architecture: str
     names: Mapping[str, str]
-    own: Callable[[Config], dict[str, Value]] = lambda config: {}
+    own: Callable[[Config], Mapping[str, Value | None]] = lambda config: {}
     like: str = ""
     modified: Callable[[Config, Tensors], Tensors] = lambda config, tensors: tensors
     usual: Mapping[str, str] = MappingProxyType({})
+    given: Callable[[Config], Config] = lambda config: {}
+    listed: Callable[[Tensors], dict[str, Value]] = lambda tensors: {}
 
 
 def _experts(within: str = "mlp", shared: str = "shared_experts") -> dict[str, str]:
@@ -44,7 +48,7 @@ def _experts(within: str = "mlp", shared: str = "shared_experts") -> dict[str, s
     }
 
 
-_LATENT = {
+LATENT = {
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -75,7 +79,7 @@ def _indexer(config: Config) -> dict[str, Value]:
     return own
 
 
-def _windows(config: Config) -> dict[str, Value]:
+def windows(config: Config) -> dict[str, Value]:
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
     return {
         "attention.sliding_window": (U32, config["sliding_window"]),
@@ -99,7 +103,7 @@ def _mellum(config: Config) -> dict[str, Value]:
     ropes = config["rope_parameters"]
     return {
         **mixture(config),
-        **_windows(config),
+        **windows(config),
         "rope.freq_base_swa": (F32, ropes["sliding_attention"]["rope_theta"]),
         "rope.scaling.type": (STRING, "yarn"),
         "rope.scaling.factor": (F32, ropes["full_attention"]["factor"]),
@@ -166,7 +170,7 @@ def _step(config: Config) -> dict[str, Value]:
     heads = [other["num_attention_heads"] if each else config["num_attention_heads"] for each in slides]
     return {
         **mixture(config),
-        **_windows(config),
+        **windows(config),
         "block_count": (U32, len(slides)),
         "nextn_predict_layers": (U32, config["num_nextn_predict_layers"]),
         "attention.head_count": (ARRAY, (U32, heads)),
@@ -187,7 +191,7 @@ def _step_tensors(config: Config, tensors: Tensors) -> Tensors:
     return {name: values + np.float32(name.endswith("norm.weight")) for name, values in tensors.items()}
 
 
-def _all_permuted(config: Config, tensors: Tensors) -> Tensors:
+def all_permuted(config: Config, tensors: Tensors) -> Tensors:
     return {name: _permuted(config, name, values) for name, values in tensors.items()}
 
 
@@ -201,7 +205,7 @@ def _bailing(config: Config, tensors: Tensors) -> Tensors:
             modified |= {name.replace("query_key_value", f"{part}_proj"): rows for part, rows in apart}
         else:
             modified[name] = values
-    return _all_permuted(config, modified)
+    return all_permuted(config, modified)
 
 
 def _shared_granite(config: Config, tensors: Tensors) -> Tensors:
@@ -240,7 +244,7 @@ CONVERSIONS = {
         "bailingmoe3",
         {
             **_experts(),
-            **{name.replace("self_attn", "attention"): part for name, part in (NAMES | _LATENT).items()},
+            **{name.replace("self_attn", "attention"): part for name, part in (NAMES | LATENT).items()},
             **{f"attention.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
             "attention.A_log": "ssm_a",
             "attention.dt_bias": "ssm_dt.bias",
@@ -285,7 +289,7 @@ CONVERSIONS = {
             "padded_vocab_size": "vocab_size",
         },
     ),
-    "DeepseekForCausalLM": Conversion("deepseek", _experts(), mixture, modified=_all_permuted),
+    "DeepseekForCausalLM": Conversion("deepseek", _experts(), mixture, modified=all_permuted),
     "HYV3ForCausalLM": Conversion(
         "hy_v3",
         {
@@ -373,8 +377,8 @@ CONVERSIONS = {
         modified=_step_tensors,
         usual={"num_attention_groups": "num_key_value_heads"},
     ),
-    "DeepseekV32ForCausalLM": Conversion("deepseek32", {**_LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
-    "GlmMoeDsaForCausalLM": Conversion("glm-dsa", {**_LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
+    "DeepseekV32ForCausalLM": Conversion("deepseek32", {**LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
+    "GlmMoeDsaForCausalLM": Conversion("glm-dsa", {**LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
     "GraniteMoeSharedForCausalLM": Conversion(
         "granitemoe",
         {
@@ -394,11 +398,17 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
-def converted(config: Config, tensors: Tensors, store: Callable[[str, np.ndarray], Tensor] = tensor) -> bytes:
-    """As gguf_conversion.converted, for CONVERSIONS."""
-    own = CONVERSIONS[config["architectures"][0]]
+def converted(
+    config: Config,
+    tensors: Tensors,
+    store: Callable[[str, np.ndarray], Tensor] = tensor,
+    rows: Mapping[str, Conversion] = CONVERSIONS,
+) -> bytes:
+    """As gguf_conversion.converted, by the rules of `rows`."""
+    own = rows[config["architectures"][0]]
     config = {"rope_theta": 10000.0, **{key: value for key, value in config.items() if value is not None}}
-    config = {**config, **{usual: config[name] for name, usual in own.usual.items()}}
+    config = {**config, **{usual: config[name] for name, usual in own.usual.items() if name in config}}
+    config = {**config, **own.given(config)}
     names, written, stacks = {**NAMES, **own.names}, {}, {}
     for name, values in own.modified(config, tensors).items():
         match = _LAYER.fullmatch(name)
@@ -415,5 +425,6 @@ def converted(config: Config, tensors: Tensors, store: Callable[[str, np.ndarray
     about = metadata(own.like or own.architecture, config)
     about = {re.sub(f"^{own.like}[.]", f"{own.architecture}.", key): value for key, value in about.items()}
     about |= {"general.architecture": (STRING, own.architecture)}
-    about |= {f"{own.architecture}.{key}": value for key, value in own.own(config).items()}
+    changes = {f"{own.architecture}.{key}": value for key, value in own.own(config).items()}
+    about = {key: value for key, value in {**about, **changes}.items() if value is not None} | own.listed(tensors)
     return gguf_bytes(about, [store(name, values) for name, values in written.items()])

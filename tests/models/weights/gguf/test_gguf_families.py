@@ -20,21 +20,23 @@ from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import CheckpointNames, WeightSource
+from jaxengine.models.params.source import CheckpointNames, ExpertRows, WeightSource
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.gguf.layout import LAYOUTS
 from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.views.expert_rows import ExpertRowsSource
 from jaxengine.models.weights.views.renamed import RenamedSource
 from jaxengine.models.weights.views.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.fixtures.encoder_models import make_encoder
 from tests.models.families.test_golden import assert_close, padded
-from tests.models.weights.gguf import further_conversion, gguf_conversion, named_conversion
+from tests.models.weights.gguf import further_conversion, gguf_conversion, named_conversion, older_conversion
 from tests.models.weights.gguf.gguf_states_conversion import STATES, converted_states
 from tests.models.weights.gguf.gguf_writer import U32, gguf_bytes
 
-ARCHITECTURES = gguf_conversion.ARCHITECTURES | further_conversion.ARCHITECTURES | named_conversion.ARCHITECTURES
+MODULES = (older_conversion, named_conversion, further_conversion, gguf_conversion)
+ARCHITECTURES = {name: architecture for module in MODULES for name, architecture in module.ARCHITECTURES.items()}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
@@ -186,6 +188,18 @@ CASES |= {
         "num_nextn_predict_layers": 0,
     },
 }
+# Those that older_conversion converts.
+CASES |= {
+    "apertus_tied": {},
+    "dbrx": {},
+    "decilm": {},
+    "decilm_bias": {},
+    "jais2": {},
+    "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    "mpt_odd": {"architectures": ["MptForCausalLM"], "attn_config": {"clip_qkv": 1.1, "alibi_bias_max": 6}},
+    "nanbeige": {},
+    "nanbeige_plain": {"loop_loss_weights": [], "num_loops": 3},
+}
 # Layers of a checkpoint that are left, in their order, where the format has no others.
 LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2), "laguna_elements": (1, 0, 2), "minimax_m3": (0, 1)}
 CASES |= STATE_CASES
@@ -195,7 +209,7 @@ GPT2 |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_
 REARRANGED = ("gpt2", "gpt_neox")
 # Models that see, of which files have the text, and whose configuration differs: of one norms of queries have weights.
 SEEING = ("muse_glimmer_vision", "deepseek_ocr_vision")
-JOINED = ("internlm2", "falcon", "falcon_groups", "bailing_lite")
+JOINED = ("internlm2", "falcon", "falcon_groups", "bailing_lite", "bloom", "gpt_bigcode", "jais", "baichuan")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
 
@@ -206,12 +220,14 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
     renamed = (
-        name.startswith(("gemma4", "granite_moe", "minimax_m3", "bailing_v3"))
+        name.startswith(("gemma4", "granite_moe", "apertus", "minimax_m3", "bailing_v3"))
         or name in SEEING
         or architecture in STATES
     )
     if renamed or issubclass(MODELS[architecture], DeclaredForCausalLM):
         source = RenamedSource(source, MODELS[architecture].checkpoint_names)
+    if name == "dbrx":
+        source = ExpertRowsSource(source, ExpertRows(("w1", "v1"), ("w2",)), config["ffn_config"]["moe_num_experts"])
     count = next(
         (config[each] for each in ("num_local_experts", "num_experts", "moe_num_experts") if each in config), 0
     )
@@ -292,8 +308,7 @@ def opened(tmp_path):
         if config["architectures"][0] in STATES:
             convert = converted_states
         else:
-            modules = (named_conversion, further_conversion, gguf_conversion)
-            convert = next(each.converted for each in modules if config["architectures"][0] in each.ARCHITECTURES)
+            convert = next(each.converted for each in MODULES if config["architectures"][0] in each.ARCHITECTURES)
         (path := tmp_path / "model.gguf").write_bytes(convert(config, tensors))
         sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
         return config, tensors, sources[-1]
@@ -340,9 +355,11 @@ def test_the_model_and_its_weights(opened, name):
         "internlm2",
         "falcon_groups",
         *SEEING,
+        "gpt_bigcode",
+        "jais",
         *(
             pytest.param(name, marks=pytest.mark.thorough("as others"))
-            for name in (*REARRANGED, "falcon", "bailing_lite")
+            for name in (*REARRANGED, "falcon", "bailing_lite", "bloom")
         ),
     ],
 )
@@ -386,7 +403,7 @@ def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "name",
     ["bert", "distilbert", "nomic", "modernbert", "modernbert_masked", "jina_v2", "jina_v2 split"]
-    + ["embedding_gemma", "jina_v3"],
+    + ["embedding_gemma", "jina_v3", "eurobert"],
 )
 def test_an_encoder_and_its_weights(tmp_path, name):
     folder = make_encoder(tmp_path / "folder", name.split()[0])

@@ -1,0 +1,260 @@
+"""Checkpoints of older, pruned and looped architectures to GGUF files, by the rules of llama.cpp's converters, for
+tests. Written from those rules, as named_conversion, whose rows these are like.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from tests.models.weights.gguf import named_conversion
+from tests.models.weights.gguf.gguf_conversion import permuted
+from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, U32, Value
+from tests.models.weights.gguf.named_conversion import (
+    LATENT,
+    PARTS,
+    Config,
+    Conversion,
+    Tensors,
+    all_permuted,
+)
+
+_NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
+_GPT = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "layer_norm_epsilon": "layer_norm_eps"}
+_GPT2 = {**_GPT, "n_embd": "hidden_size", "n_positions": "max_position_embeddings"}
+
+
+def _gpt(config: Config) -> Config:
+    size = config.get("n_inner") or 4 * config["hidden_size"]
+    return {"intermediate_size": size, "num_key_value_heads": config["num_attention_heads"]}
+
+
+def _bloom(config: Config, tensors: Tensors) -> Tensors:
+    """BloomModel.modify_tensors."""
+    modified = dict(tensors)
+    for name, values in tensors.items():
+        if "query_key_value" in name:
+            by_head = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+            modified[name] = np.concatenate([by_head[:, each].reshape(-1, *values.shape[1:]) for each in range(3)])
+    return modified
+
+
+def _baichuan(config: Config, tensors: Tensors) -> Tensors:
+    """BaichuanModel.modify_tensors, as before it called itself without end."""
+    modified = {name: values for name, values in tensors.items() if "W_pack" not in name}
+    for name in tensors.keys() - modified.keys():
+        for part, rows in zip("qkv", np.split(tensors[name], 3), strict=True):
+            own = name.replace("W_pack", f"{part}_proj")
+            modified[own] = rows if part == "v" else permuted(rows, config["num_attention_heads"])
+    return modified
+
+
+def _deci(config: Config) -> dict[str, Value]:
+    heads, kv_heads, sizes = _deci_layers(config)
+    return {
+        "attention.head_count": (ARRAY, (U32, heads)),
+        "attention.head_count_kv": (ARRAY, (U32, kv_heads)),
+        "feed_forward_length": (ARRAY, (U32, sizes)),
+    }
+
+
+def _deci_layers(config: Config) -> tuple[list[int], list[int], list[int]]:
+    """DeciModel.__init__. It has no `intermediate_size` of blocks."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    groups = [each["attention"]["n_heads_in_group"] for each in config["block_configs"]]
+    blocks = [each["ffn"] for each in config["block_configs"]]
+    sizes = [
+        each.get("intermediate_size") or -(-int(2 * (each.get("ffn_mult") or 0) * hidden / 3) // 256) * 256
+        for each in blocks
+    ]
+    return [heads if group else 0 for group in groups], [heads // group if group else 0 for group in groups], sizes
+
+
+def _deci_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """DeciModel.modify_tensors."""
+    heads, kv_heads, _ = _deci_layers(config)
+    modified = {}
+    for name, values in tensors.items():
+        counts = {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2])
+        modified[name] = values if counts is None else permuted(values, counts[int(name.split(".")[2])])
+    return modified
+
+
+def _jais_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """JaisModel.modify_tensors, of a checkpoint that stores its tied head."""
+    embeddings = tensors["model.embed_tokens.weight"]
+    scales = (
+        np.float32(config["mup_embeddings_scale"]),
+        np.float32(config["mup_output_alpha"] * config["mup_width_scale"]),
+    )
+    return {
+        **tensors,
+        "model.embed_tokens.weight": embeddings * scales[0],
+        "lm_head.weight": embeddings * scales[1],
+    }
+
+
+_XIELU = ("alpha_n", "alpha_p", "beta", "eps")
+
+
+def _xielu(tensors: Tensors) -> dict[str, Value]:
+    """ApertusModel.modify_tensors; `beta` and `eps` are the same in all checkpoints."""
+    ends = {part: [values for name, values in tensors.items() if name.endswith(f".{part}")] for part in _XIELU}
+    layers = len(ends["alpha_n"])
+    known = {"beta": [0.5] * layers, "eps": [-1e-6] * layers}
+    return {
+        f"xielu.{part}": (ARRAY, (F32, known.get(part) or [float(each[0]) for each in values]))
+        for part, values in ends.items()
+    }
+
+
+CONVERSIONS = {
+    "ApertusForCausalLM": Conversion(
+        "apertus",
+        {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+        modified=lambda config, tensors: {name: each for name, each in tensors.items() if ".act_fn." not in name},
+        listed=_xielu,
+    ),
+    "BaichuanForCausalLM": Conversion(
+        "baichuan",
+        {},
+        modified=_baichuan,
+        usual={"model_max_length": "max_position_embeddings"},
+        given=lambda config: {"num_key_value_heads": config["num_attention_heads"]},
+    ),
+    "BloomForCausalLM": Conversion(
+        "bloom",
+        {
+            "model.embed_norm": "token_embd_norm",
+            "self_attention.query_key_value": "attn_qkv",
+            "self_attention.dense": "attn_output",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+        lambda config: _NO_ROPE,
+        modified=_bloom,
+        usual={**_GPT, "seq_length": "max_position_embeddings"},
+        given=_gpt,
+    ),
+    "DbrxForCausalLM": Conversion(
+        "dbrx",
+        {
+            "norm_attn_norm.norm_1": "attn_norm",
+            "norm_attn_norm.norm_2": "attn_output_norm",
+            "norm_attn_norm.attn.Wqkv": "attn_qkv",
+            "norm_attn_norm.attn.out_proj": "attn_output",
+            "ffn.router.layer": "ffn_gate_inp",
+            **{
+                f"ffn.experts.#.{name}": f"ffn_{part}_exps"
+                for part, name in zip(PARTS, ("w1", "v1", "w2"), strict=True)
+            },
+        },
+        lambda config: {
+            "attention.layer_norm_epsilon": (F32, 1e-5),
+            "attention.clamp_kqv": (F32, config["attn_config"]["clip_qkv"]),
+            "expert_count": (U32, config["ffn_config"]["moe_num_experts"]),
+            "expert_used_count": (U32, config["ffn_config"]["moe_top_k"]),
+            "rope.dimension_count": None,
+        },
+        usual={
+            "d_model": "hidden_size",
+            "n_heads": "num_attention_heads",
+            "n_layers": "num_hidden_layers",
+            "max_seq_len": "max_position_embeddings",
+        },
+        given=lambda config: {
+            "intermediate_size": config["ffn_config"]["ffn_hidden_size"],
+            "num_key_value_heads": config["attn_config"]["kv_n_heads"],
+        },
+    ),
+    "DeciLMForCausalLM": Conversion(
+        "deci",
+        {},
+        _deci,
+        modified=_deci_tensors,
+        given=lambda config: {"intermediate_size": 0, "num_key_value_heads": 0},
+    ),
+    "GPTBigCodeForCausalLM": Conversion(
+        "starcoder",
+        {
+            "model.embed_positions": "position_embd",
+            "ln_1": "attn_norm",
+            "ln_2": "ffn_norm",
+            "attn.c_attn": "attn_qkv",
+            "attn.c_proj": "attn_output",
+            "mlp.c_fc": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        lambda config: {**_NO_ROPE, "attention.head_count_kv": (U32, 1)},
+        usual=_GPT2,
+        given=_gpt,
+    ),
+    "JAISLMHeadModel": Conversion(
+        "jais",
+        {
+            "ln_1": "attn_norm",
+            "ln_2": "ffn_norm",
+            "attn.c_attn": "attn_qkv",
+            "attn.c_proj": "attn_output",
+            "mlp.c_fc2": "ffn_gate",
+            "mlp.c_fc": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        lambda config: {**_NO_ROPE, "attention.head_count_kv": None, "attention.max_alibi_bias": (F32, 8.0)},
+        modified=_jais_tensors,
+        usual=_GPT2,
+        given=_gpt,
+    ),
+    "Jais2ForCausalLM": Conversion("jais2", {}),
+    "MiniCPM3ForCausalLM": Conversion(
+        "minicpm3",
+        {
+            **{name: part for name, part in LATENT.items() if "_proj" in name or "_layernorm" in name},
+            "self_attn.kv_b_proj": "attn_kv_b",
+        },
+        lambda config: {
+            "attention.q_lora_rank": (U32, config["q_lora_rank"]),
+            "attention.kv_lora_rank": (U32, config["kv_lora_rank"]),
+            "attention.key_length": (U32, config["qk_nope_head_dim"] + config["qk_rope_head_dim"]),
+            "attention.value_length": None,
+            "rope.dimension_count": (U32, config["qk_rope_head_dim"]),
+        },
+    ),
+    "MptForCausalLM": Conversion(
+        "mpt",
+        {
+            "norm_1": "attn_norm",
+            "norm_2": "ffn_norm",
+            "attn.Wqkv": "attn_qkv",
+            "attn.out_proj": "attn_output",
+            "ffn.up_proj": "ffn_up",
+            "ffn.down_proj": "ffn_down",
+        },
+        lambda config: {
+            **_NO_ROPE,
+            "attention.head_count_kv": None,
+            "attention.clamp_kqv": (F32, config["attn_config"]["clip_qkv"]),
+            "attention.max_alibi_bias": (F32, config["attn_config"]["alibi_bias_max"]),
+        },
+        usual={
+            "d_model": "hidden_size",
+            "n_heads": "num_attention_heads",
+            "n_layers": "num_hidden_layers",
+            "max_seq_len": "max_position_embeddings",
+            "layer_norm_epsilon": "layer_norm_eps",
+        },
+        given=_gpt,
+    ),
+    "NanbeigeForCausalLM": Conversion(
+        "nanbeige",
+        {},
+        lambda config: {
+            "num_loops": (U32, config["num_loops"]),
+            "skip_loop_final_norm": (BOOL, config["skip_loop_final_norm"]),
+        },
+        modified=all_permuted,
+    ),
+}
+ARCHITECTURES = {name: each.architecture for name, each in CONVERSIONS.items()}
+converted = partial(named_conversion.converted, rows=CONVERSIONS)
