@@ -302,8 +302,8 @@ the most words. The log says which. If none matches, the log says so and the par
 **Tool calls** stream as they are generated. Text that only resembles a call is content, and nothing that the model
 writes is lost except the format's own markup. Where arguments are plain text (XML), the parameter's schema decides the
 type: a string stays a string whatever it looks like. A forced call (`tool_choice` "required", or a function's name)
-follows a JSON schema in every format; gpt-oss writes it in its own format. gpt-oss may also address one of the
-request's tools without the prefix `functions.`.
+follows a JSON schema in every format; gpt-oss, Beam, Muse and Inkling write it in their own format. gpt-oss may also
+address one of the request's tools without the prefix `functions.`.
 
 **Reasoning and structured output.** With a reasoning parser, structured output and forced calls begin where the
 reasoning ends. Until then the model is unconstrained, and its tokens are the same as without structured output. A model
@@ -319,9 +319,10 @@ a call, without the name of such a tool, goes on. Without a server, the engine o
 the answer, which begins at the first character that is not white space after the reasoning; a stop string may begin in
 that white space, but not in the reasoning. `"stop_in_reasoning": true` in a request of /v1/chat/completions,
 /v1/responses or /v1/messages looks for it everywhere, for example to stop at `</think>`. An output without reasoning is
-an answer from its beginning. Of gpt-oss the answer is the message of the channel final. Stop token ids and the end of
-sequence end an output anywhere. /v1/completions, gRPC and Python have no parser and look for `stop` everywhere, unless
-`stop_after` of Python's [SamplingParams](sampling_params.md) names the words around the reasoning.
+an answer from its beginning. Of gpt-oss the answer is the message of the channel final, of Inkling with tools the one
+of the kind text. Stop token ids and the end of sequence end an output anywhere. /v1/completions, gRPC and Python have
+no parser and look for `stop` everywhere, unless `stop_after` of Python's [SamplingParams](sampling_params.md) names the
+words around the reasoning.
 
 **A limit of the reasoning.** `thinking_token_budget` of /v1/chat/completions, /v1/responses and /v1/messages, and
 `thinking.budget_tokens` of /v1/messages, limit the reasoning of a server with a reasoning parser: after so many tokens

@@ -35,8 +35,8 @@ _UNREAD_FORMATS = {
     "bitsandbytes": "the checkpoint's configuration says how its weights are stored",
     "sharded_state": "its files fit one arrangement of devices; `jaxengine convert` writes such a folder",
 }
-# The last ones choose a chat template (tokens.usual_templates.registry.TEMPLATE_MODES).
-TOKENIZER_MODES = (*FORMATS, "deepseek_v32", "deepseek_v4", "deepseek_v41")
+# DeepSeek's choose a chat template (tokens.usual_templates.registry.TEMPLATE_MODES); Inkling's files have theirs.
+TOKENIZER_MODES = (*FORMATS, "deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _CHOICES = {

@@ -110,7 +110,8 @@ class EngineConfig(
       tokenizer_revision: branch, tag or commit of the tokenizer on the hub.
       skip_tokenizer_init: load no tokenizer; requests use token ids instead of text.
       tokenizer_mode: "hf" for transformers' files, "mistral" for Mistral AI's own and its chat format; "auto" for the
-        first that there is; "deepseek_v32", "deepseek_v4" and "deepseek_v41" for "hf" with that model's chat format.
+        first that there is; "deepseek_v32", "deepseek_v4" and "deepseek_v41" for "hf" with that model's chat format;
+        "inkling" for "hf".
       config_format: "hf" for config.json, "mistral" for Mistral AI's params.json, "auto" for the first that there is.
       load_format: "auto", "safetensors", "mistral" (consolidated.safetensors), "gguf", "orbax" (from `jaxengine
         convert`), or "dummy" for random weights. "runai_streamer", "fastsafetensors" and "instanttensor" mean

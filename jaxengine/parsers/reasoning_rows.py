@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from jaxengine.parsers.reasoning.harmony import HarmonyFormat
@@ -11,13 +12,21 @@ from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import ReasoningParser
 from jaxengine.parsers.scan.harmony import (
+    END_MESSAGE,
+    END_SAMPLING,
     EOM,
     EOT,
     MESSAGE,
+    MODEL,
     MUSE,
     MUSE_GLIMMER,
     SELF,
     START,
+    TEXT,
+    THINKING,
+    HarmonyReader,
+    InklingReader,
+    invoked_function,
     recipient_function,
     xml_function,
 )
@@ -113,14 +122,14 @@ _GRANITE = ThinkFormat(
 )
 _GLIMMER = HarmonyFormat(
     recipient_function,
-    MUSE_GLIMMER,
+    partial(HarmonyReader, MUSE_GLIMMER),
     stop_words=(EOT,),
     answer=(f"to=user{MESSAGE}",),
     thoughts=f"to={SELF}{MESSAGE}",
     after_thoughts=((EOM,), (EOT,)),
     closing=f"{EOM}{START}assistant to=user{MESSAGE}",
 )
-_MUSE = ReasoningRow(replace(_GLIMMER, words=MUSE), "Muse Spark")
+_MUSE = ReasoningRow(replace(_GLIMMER, reader=partial(HarmonyReader, MUSE)), "Muse Spark")
 
 REASONING_PARSERS: dict[str, ReasoningRow] = {
     "deepseek_r1": ReasoningRow(_ALWAYS, "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
@@ -138,6 +147,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     "holo2": ReasoningRow(_THINK, "Holo2"),
     "minicpmv": ReasoningRow(_THINK, "MiniCPM-V 4.6"),
     "nemotron_v3": ReasoningRow(_THINK, "Nemotron 3"),
+    "nano_v3": ReasoningRow(_THINK, "Nemotron 3 Nano"),
     "step3": ReasoningRow(_ALWAYS, "Step 3"),
     "step3p5": ReasoningRow(_ALWAYS, "Step 3.5, 3.7"),
     "step5": ReasoningRow(_ALWAYS, "Step 5"),
@@ -179,6 +189,20 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     "muse_glimmer": ReasoningRow(_GLIMMER, "Muse Glimmer", ("to=self", "<|message|>")),
     "muse": _MUSE,
     "musespark1x": _MUSE,
+    "inkling": ReasoningRow(
+        HarmonyFormat(
+            invoked_function,
+            InklingReader,
+            stop_words=(END_SAMPLING,),
+            answer=(TEXT,),
+            thoughts=THINKING,
+            after_thoughts=((END_MESSAGE,), (END_SAMPLING,)),
+            closing=f"{END_MESSAGE}{MODEL}{TEXT}",
+            declares="<|content_xml|>",
+        ),
+        "Inkling",
+        (THINKING,),
+    ),
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
         ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")

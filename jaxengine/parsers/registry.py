@@ -16,7 +16,7 @@ from jaxengine.parsers.reasoning_rows import REASONING_PARSERS, ReasoningFormat,
 from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.scan.call_start import CallStarts, listed_starts
 from jaxengine.parsers.scan.events import OutputParser
-from jaxengine.parsers.scan.harmony import MUSE, MUSE_GLIMMER, STOP_WORDS, HarmonyWords
+from jaxengine.parsers.scan.harmony import END_SAMPLING, INVOKE, MUSE, MUSE_GLIMMER, STOP_WORDS, HarmonyWords
 from jaxengine.parsers.tools import elements as tool_elements
 from jaxengine.parsers.tools import gemma as tool_gemma
 from jaxengine.parsers.tools import harmony as tool_harmony
@@ -267,6 +267,15 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "muse_glimmer": _muse("Muse Glimmer", MUSE_GLIMMER, ("<atem:function_calls>", "<|message|>")),
     "muse": _MUSE,
     "musespark1x": _MUSE,
+    "inkling": ToolFormat(
+        tool_harmony.InklingToolParser,
+        "Inkling",
+        None,
+        tool_harmony.inkling_forced_grammar,
+        special_tokens=True,
+        stop_words=(END_SAMPLING,),
+        template=(INVOKE,),
+    ),
     "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
     "deepseek_v32": _parameters("DeepSeek V3.2", words_of.DEEPSEEK_V32, ("｜DSML｜",)),

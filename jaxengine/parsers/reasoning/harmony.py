@@ -1,4 +1,5 @@
-"""Reasoning of gpt-oss, which is the messages of the channel analysis, and of Muse, which is those to the model itself.
+"""Reasoning of gpt-oss, which is the messages of the channel analysis, of Muse, which is those to the model itself, and
+of Inkling, which is those of the kind thinking.
 
 Bodies of messages to the user are content.
 
@@ -8,7 +9,7 @@ line break.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from jaxengine.parsers.scan.events import ContentDelta, Event, ReasoningDelta, R
 from jaxengine.parsers.scan.harmony import (
     CHANNEL,
     END,
-    HARMONY,
     MESSAGE,
     START,
     STOP_WORDS,
@@ -25,8 +25,8 @@ from jaxengine.parsers.scan.harmony import (
     CalledFunction,
     End,
     HarmonyReader,
-    HarmonyWords,
     Header,
+    MessageReader,
     Part,
     json_function,
 )
@@ -38,21 +38,24 @@ class HarmonyFormat:
 
     Attributes:
       function: which function a message calls.
-      words: words of messages.
+      reader: returns a new reader of an output.
       stop_words: see registry.ToolFormat.
       answer: words that begin the answer, in this order; the model may write a constraint between them.
       thoughts: text that begins a first message with reasoning.
       after_thoughts: words, or sequences of words, that end reasoning.
       closing: text that ends reasoning and begins the answer.
+      declares: word with which prompts declare tools, of a model that may leave out the words before the answer, for
+        which a grammar would wait in vain; "" for others. Without tools, an output without `thoughts` is an answer.
     """
 
     function: CalledFunction = json_function
-    words: HarmonyWords = HARMONY
+    reader: Callable[[], MessageReader] = HarmonyReader
     stop_words: tuple[str, ...] = STOP_WORDS
     answer: tuple[str, ...] = (f"{CHANNEL}final", MESSAGE)
     thoughts: str = f"{CHANNEL}analysis{MESSAGE}"
     after_thoughts: tuple[tuple[str, ...], ...] = ((f"{CHANNEL}final", MESSAGE), (f"{CHANNEL}commentary",))
     closing: str = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
+    declares: str = ""
 
     special_tokens = True
     # Calls are separate messages before the one that may be constrained.
@@ -64,18 +67,18 @@ class HarmonyFormat:
 
         prompt, continued: not used.
         """
-        return HarmonyReasoningParser(() if calls is None else calls.functions, self.function, self.words)
+        return HarmonyReasoningParser(() if calls is None else calls.functions, self.function, self.reader())
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return {"reasoning_end": ...} for structured_outputs: the words that begin the answer. {} if `continued`, the
-        beginning of the answer, is not empty; the prompt is not used.
+        """Return {"reasoning_end": ...} for structured_outputs: the words that begin the answer; with reasoning_begin,
+        `thoughts`, if `prompt` lacks `declares`. {} if `continued`, the beginning of the answer, is not empty.
         """
-        return {} if continued else {"reasoning_end": (self.answer,)}
+        begin = {} if self.declares in prompt else {"reasoning_begin": self.thoughts}
+        return {} if continued else {"reasoning_end": (self.answer,), **begin}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return {"reasoning_end": ...} for stop_after, the words that begin the answer; None if `continued`, the
-        beginning of the answer, is not empty. Calls and remarks before these words are not the answer. prompt, calls:
-        not used.
+        """Return the fields of `waits_for` for stop_after; None if `continued`, the beginning of the answer, is not
+        empty. Calls and remarks before the words that begin the answer are not the answer. calls: not used.
         """
         return self.waits_for(prompt, continued) or None
 
@@ -96,14 +99,13 @@ class HarmonyFormat:
 
 class HarmonyReasoningParser:
     """Splitter of one output of a model that writes such messages into reasoning and content. functions: names of the
-    request's functions. function: which of them a message calls. words: the format's.
+    request's functions. function: which of them a message calls. reader: a new one, of the format.
     """
 
     late_ends = ()
 
-    def __init__(self, functions: Collection[str], function: CalledFunction, words: HarmonyWords) -> None:
-        self._functions, self._function = functions, function
-        self._reader, self._joint = HarmonyReader(words), words.joint
+    def __init__(self, functions: Collection[str], function: CalledFunction, reader: MessageReader) -> None:
+        self._functions, self._function, self._reader = functions, function, reader
         self._header: Header | None = None
         self._is_call = False
         self._said: set[type] = set()
@@ -141,7 +143,7 @@ class HarmonyReasoningParser:
             kind = ContentDelta if part.is_said else ReasoningDelta
             again = kind in self._said
             self._said.add(kind)
-            return kind(self._joint if again else "")
+            return kind(self._reader.joint if again else "")
         header = self._header
         if isinstance(part, End):
             self._header = None

@@ -1,4 +1,4 @@
-"""Reader of messages in OpenAI's harmony format, which gpt-oss and Beam write, and in Muse's.
+"""Readers of messages in OpenAI's harmony format, which gpt-oss and Beam write, in Muse's, and in Inkling's.
 
 In harmony a message has a channel and optionally a recipient:
 
@@ -9,6 +9,10 @@ See https://cookbook.openai.com/articles/openai-harmony. Muse's messages have a 
 them:
 
   to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>
+
+Inkling's have a word of their kind, which only before a call follows a name, as parser/inkling.py of vLLM reads them:
+
+  <|content_thinking|>...<|end_message|><|message_model|>f<|content_invoke_tool_json|>{...}<|end_message|>
 
 This file splits the output into messages; tools.harmony, tools.messages and reasoning.harmony interpret them.
 """
@@ -115,6 +119,22 @@ HARMONY = HarmonyWords()
 EOM, EOT = "<|eom|>", "<|eot|>"
 MUSE_GLIMMER = HarmonyWords((START,), (EOM, EOT), GlimmerHeader, bare=True, joint="")
 MUSE = HarmonyWords((START,), (EOM, EOT), SparkHeader, bare=True, joint="")
+MODEL, END_MESSAGE, END_SAMPLING = "<|message_model|>", "<|end_message|>", "<|content_model_end_sampling|>"
+THINKING, TEXT, INVOKE = "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>"
+_KINDS = (THINKING, TEXT, INVOKE, "<|content_invoke_tool_text|>", "<|content_tool_error|>")
+_MAY_BE_NAME = re.compile(r"\s*[A-Za-z0-9_.-]*")
+
+
+class InklingHeader(Header):
+    """Beginning of a message of Inkling, which ends with the word of its kind; "" without one."""
+
+    __slots__ = ()
+
+    @property
+    def is_said(self) -> bool:
+        """Whether the message is addressed to the user: neither reasoning nor a call of a function."""
+        return not self.text.endswith((THINKING, INVOKE))
+
 
 # (header, names of the request's functions) -> name of the function that the message calls; None for other messages.
 CalledFunction = Callable[[Header, Collection[str]], str | None]
@@ -150,6 +170,13 @@ def recipient_function(header: Header, functions: Collection[str]) -> str | None
     return header.tool if isinstance(header, GlimmerHeader) else None
 
 
+def invoked_function(header: Header, functions: Collection[str]) -> str | None:
+    """Return the header of a message of Inkling that calls a function, which its body names; None for other messages.
+    functions: not used.
+    """
+    return header.text if header.text.endswith(INVOKE) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """Piece `text` of the current message's body."""
@@ -178,11 +205,11 @@ Part = Header | Body | End | Outside
 
 class HarmonyReader:
     """Splitter of one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged. words:
-    the format's.
+    the format's. joint: see there.
     """
 
     def __init__(self, words: HarmonyWords = HARMONY) -> None:
-        self._words = words
+        self._words, self.joint = words, words.joint
         self._parts: list[Part] = []
         self._opening = self._new_opening()
         self._begin = Marker(*words.begins)
@@ -337,3 +364,66 @@ class HarmonyReader:
         """Add text outside of messages, unless it is empty."""
         if text:
             self._parts.append(Outside(text))
+
+
+class InklingReader:
+    """Splitter of one output of Inkling, fed in pieces of any size, into parts, as HarmonyReader; no text is Outside.
+
+    The prompt ends in <|message_model|>, so the output begins inside a header. Text that is no function's name before a
+    call is a message to the user without a word of its kind, which the model may leave out if it does not reason.
+    """
+
+    joint = ""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._word = Marker(MODEL, *_KINDS, END_MESSAGE, END_SAMPLING)
+        # A header so far: MODEL, or "" at the output's start, and text that may be a name; whether a body is open.
+        self._begin, self._name, self._is_open = "", "", False
+
+    def feed(self, text: str) -> list[Part]:
+        """Read a piece of the output; return the parts that are certain, once."""
+        at = 0
+        while at < len(text):
+            plain, at, word = self._word.read(text, at)
+            self._add(plain)
+            if word in _KINDS:
+                if self._is_open:
+                    self._end("")
+                self._parts.append(InklingHeader(f"{self._begin}{self._name}{word}"))
+                self._is_open = True
+            elif word:
+                self._end("" if word == MODEL else word)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """End the output; return the parts of text that was held back, with an End."""
+        self._add(self._word.take())
+        self._end("")
+        return self._take()
+
+    def _take(self) -> list[Part]:
+        """Return the parts since the last call of this method, and forget them."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _add(self, text: str, *, is_name: bool = True) -> None:
+        """Add a piece of a body, or of a header, where it is held back as long as it may be a name, if `is_name`."""
+        if not self._is_open:
+            text = self._name = self._name + text
+            if not text or is_name and len(text) <= _MAX_HEADER and _MAY_BE_NAME.fullmatch(text):
+                return
+            self._parts.append(InklingHeader(""))
+            self._is_open = True
+        self._parts += [Body(text)] if text else []
+
+    def _end(self, word: str) -> None:
+        """End the current message, if any of it has come, and enter the next header. word: see End."""
+        self._add("", is_name=False)
+        if self._is_open:
+            self._parts.append(End(word))
+        # Even if the model leaves MODEL out: content before a call is no part of the name.
+        self._begin, self._name, self._is_open = MODEL, "", False
+
+
+MessageReader = HarmonyReader | InklingReader

@@ -106,10 +106,10 @@ class JsonCall:
             return Progress.MORE
         if self._bare and self._name is not None and not (self._has_arguments or self._holds_more):
             self._arguments, self._has_arguments = ["{}"], True
-        return Progress.DONE if self._is_call else Progress.REJECTED
+        return Progress.DONE if self.is_call else Progress.REJECTED
 
     @property
-    def _is_call(self) -> bool:
+    def is_call(self) -> bool:
         """Whether the name is known and the arguments have begun."""
         return self._name is not None and (self._in_arguments or self._has_arguments)
 
@@ -117,7 +117,7 @@ class JsonCall:
         """Return the progress after an invalid character: REJECTED if the object is not known to be a call, BROKEN
         within its arguments, else CUT.
         """
-        if not self._is_call:
+        if not self.is_call:
             return Progress.REJECTED
         return Progress.BROKEN if self._in_arguments else Progress.CUT
 
@@ -163,7 +163,7 @@ class JsonCall:
         """Send the call's start (once) and the arguments since the last call of this method to `out`; nothing while it
         is not known to be a call.
         """
-        if not self._is_call:
+        if not self.is_call:
             return
         if not self._started:
             assert self._name is not None

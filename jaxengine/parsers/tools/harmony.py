@@ -1,6 +1,7 @@
-"""Parser of tool calls of gpt-oss: messages to functions.NAME with JSON arguments, in OpenAI's harmony format.
+"""Parsers of tool calls of gpt-oss: messages to functions.NAME with JSON arguments, in OpenAI's harmony format; and of
+Inkling: messages of the kind invoke_tool_json with {"name": NAME, "args": {...}}.
 
-The model may omit the prefix of a function that the request has.
+gpt-oss may omit the prefix of a function that the request has.
 
 Bodies of messages to the user are content. Other messages (reasoning, calls of built-in tools) are content as written;
 a preceding reasoning parser removes them.
@@ -17,15 +18,23 @@ from jaxengine.parsers.scan.harmony import (
     CHANNEL,
     CONSTRAIN,
     END,
+    END_MESSAGE,
+    END_SAMPLING,
+    INVOKE,
     MESSAGE,
+    MODEL,
     START,
+    THINKING,
     Body,
     HarmonyReader,
     Header,
+    InklingReader,
     Outside,
     Part,
+    invoked_function,
     json_function,
 )
+from jaxengine.parsers.scan.json_call import JsonCall, Progress
 
 
 def forced_grammar(calls: CallGrammar) -> Iterator[str]:
@@ -47,13 +56,33 @@ def forced_rules(calls: CallGrammar) -> Iterator[str]:
 
     Raises ValueError for a vocabulary without harmony's tokens.
     """
-    tokens = {word: calls.token_id(word) for word in (CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START)}
-    if None in tokens.values():
-        missing = next(word for word, token_id in tokens.items() if token_id is None)
-        raise ValueError(f"the model's vocabulary has no token {missing}, which its calls need")
-    channel, end, message, start = map(calls.word, (CHANNEL, END, MESSAGE, START))
+    channel, end, message, start, _, _ = tokens(calls, CHANNEL, END, MESSAGE, START, CALL, CONSTRAIN)
     yield f'start: (thought {start} "assistant")? call'
     yield f'thought: {channel} "analysis" {message} /(?s:.*)/ {end}'
+
+
+def inkling_forced_grammar(calls: CallGrammar) -> Iterator[str]:
+    """Yield Lark rules of outputs of Inkling that call functions, with the top rule `start`; reasoning may precede the
+    calls. Their objects have no white space, as in the chat template.
+
+    Raises ValueError for a vocabulary without the format's tokens, and the errors of calls.json.
+    """
+    model, thinking, invoke, end, last = tokens(calls, MODEL, THINKING, INVOKE, END_MESSAGE, END_SAMPLING)
+    yield f"start: (thought {model})? call {f'({model} call)*' if calls.many else ''} {last}"
+    yield f"thought: {thinking} /(?s:.*)/ {end}"
+    names = [literal(name) for name in calls.functions]  # also as JSON writes them
+    heads = [literal(f'{{"name":{name},"args":') for name in names]
+    named = (f"{name} {invoke} {heads[at]} arguments_{at}" for at, name in enumerate(names))
+    yield f'call: ({" | ".join(named)}) "}}" {end}'
+    yield from calls.arguments()
+
+
+def tokens(calls: CallGrammar, *words: str) -> list[str]:
+    """Return the grammar terms of words that must be tokens. Raises ValueError for the first one that is none."""
+    missing = next((word for word in words if calls.token_id(word) is None), None)
+    if missing is not None:
+        raise ValueError(f"the model's vocabulary has no token {missing}, which its calls need")
+    return [calls.word(word) for word in words]
 
 
 class HarmonyToolParser:
@@ -115,3 +144,40 @@ class HarmonyToolParser:
             self._out.arguments("{}" if self._is_blank else "")
         elif not self._header.is_said:
             self._out.content(word)
+
+
+class InklingToolParser(HarmonyToolParser):
+    """Parser of the calls of one output of Inkling. Where a call should be and none is, content is as written."""
+
+    def __init__(self, new_id: Iterable[str]):
+        super().__init__(new_id, ())
+        self._reader = InklingReader()
+        self._begin(Header(""))
+
+    def _begin(self, header: Header) -> None:
+        """Begin a message. Of one that calls no function, and is not to the user, the header is content."""
+        is_call = invoked_function(header, ()) is not None
+        self._header, self._call = header, JsonCall(self._out, ("args", "arguments"), bare=True)
+        self._progress = Progress.MORE if is_call else Progress.DONE
+        self._is_kept = not is_call and not header.is_said
+        self._out.content(header.text if self._is_kept else "")
+
+    def _add(self, text: str) -> None:
+        """Add a piece of a body, to the call or to the content."""
+        at = 0
+        if self._progress is Progress.MORE:
+            at, self._progress = self._call.read(text, 0)
+            if self._progress is Progress.REJECTED:
+                self._reject()
+        (self._out.arguments if self._progress is Progress.BROKEN else self._out.content)(text[at:])
+
+    def _end(self, word: str) -> None:
+        """End a message. A call in which it ends stays open."""
+        if self._progress is Progress.MORE and not self._call.is_call:
+            self._reject()
+        self._out.content(word if self._is_kept else "")
+
+    def _reject(self) -> None:
+        """Write a header and the beginning of a body that is no call as content."""
+        self._out.content(self._header.text + self._call.held)
+        self._is_kept = True

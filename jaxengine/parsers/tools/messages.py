@@ -47,7 +47,7 @@ from jaxengine.parsers.scan.harmony import (
     xml_function,
 )
 from jaxengine.parsers.tools import parameters
-from jaxengine.parsers.tools.harmony import forced_rules
+from jaxengine.parsers.tools.harmony import forced_rules, tokens
 from jaxengine.parsers.tools.parameter_words import ParameterWords
 
 _HEAD = f"{CHANNEL}analysis {CONSTRAIN}xml{MESSAGE}"
@@ -95,10 +95,7 @@ def muse_forced_grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules of outputs of Muse that call functions, each in a message, with the top rule `start`; otherwise
     as beam_forced_grammar, with Muse's tokens: EOM ends a message, EOT the last.
     """
-    missing = next((word for word in (START, MESSAGE, EOM, EOT) if calls.token_id(word) is None), None)
-    if missing is not None:
-        raise ValueError(f"the model's vocabulary has no token {missing}, which its calls need")
-    start, message, eom, eot = map(calls.word, (START, MESSAGE, EOM, EOT))
+    start, message, eom, eot = tokens(calls, START, MESSAGE, EOM, EOT)
     opening, closing = map(calls.word, MUSE_WORDS.section or ())
     rules = [*parameters.grammar(calls, _MUSE_WRITTEN)][1:]
     more = f'({eom} {start} "assistant" call)*' if calls.many else ""

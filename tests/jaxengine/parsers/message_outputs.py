@@ -1,4 +1,4 @@
-"""Outputs of models that write messages, with thoughts in some of them: gpt-oss and Muse; and the record of an output.
+"""Outputs of models that write messages, with thoughts in some of them: gpt-oss, Muse and Inkling; and their record.
 
 Words are those of the models' published chat templates.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.jaxengine.parsers import element_outputs
+from tests.jaxengine.parsers import element_outputs, writers
 from tests.jaxengine.parsers.element_outputs import MUSE_NOW
-from tests.jaxengine.parsers.outputs import NOW
+from tests.jaxengine.parsers.outputs import INKLING_NOW, NOW
 from tests.jaxengine.parsers.writers import Call
 
 
@@ -122,6 +122,48 @@ SPARK = (
     Thought(" to=self<|message|>Hm.<|eom|><|start|>assistant to=developer<|message|>x<|eom|>", "Hm.x"),
 )
 
+# Words around messages, and calls, which other formats do not have.
+INKLING_HEAD, INKLING_NEXT, INKLING_SAID = (
+    "<|content_thinking|>",
+    "<|end_message|><|message_model|>",
+    "<|content_text|>",
+)
+INKLING_END = "<|end_message|><|content_model_end_sampling|>"
+_CALL = INKLING_NOW.removeprefix("<|message_model|>")
+INKLING = (
+    *(
+        Thought(f"{INKLING_HEAD}{each}{INKLING_NEXT}{INKLING_SAID}Hello! 二 😀{INKLING_END}", each, "Hello! 二 😀")
+        for each in THOUGHTS
+    ),
+    Thought(f"{INKLING_HEAD}Hm.{INKLING_NEXT}{INKLING_SAID}Hi", "Hm.", "Hi"),
+    Thought(f"{INKLING_HEAD}Hm.{INKLING_NEXT}{INKLING_SAID}", "Hm."),
+    Thought(f"{INKLING_HEAD}Hm.{INKLING_NEXT}<|content_te", "Hm.", "<|content_te"),
+    Thought(f"{INKLING_HEAD}Hm.<|end_message|>", "Hm."),
+    Thought(f"{INKLING_HEAD}Hm.<|end_m", "Hm.<|end_m"),
+    Thought(f"{INKLING_HEAD}Let me", "Let me"),
+    Thought(INKLING_HEAD),
+    Thought(f"{INKLING_HEAD}{INKLING_NEXT}{INKLING_SAID}Hi{INKLING_END}", None, "Hi"),
+    Thought(f"{INKLING_SAID}Hi <|b|> <think>c</think>{INKLING_END}", None, "Hi <|b|> <think>c</think>"),
+    Thought(f"{INKLING_HEAD}One.{INKLING_NEXT}{INKLING_HEAD}Two.{INKLING_NEXT}{INKLING_SAID}Hi", "One.Two.", "Hi"),
+    # Text without a word of its kind, as the model answers without reasoning, and one that could have been a name.
+    Thought(""),
+    Thought(f"Just an answer.{INKLING_END}", None, "Just an answer."),
+    Thought(f"Yes{INKLING_END}", None, "Yes"),
+    Thought(f"{INKLING_HEAD}Hm.{INKLING_NEXT}Yes", "Hm.", "Yes"),
+    Thought("<|content", None, "<|content"),
+    # Ends that are missing, and words that other messages of the model have.
+    Thought(f"{INKLING_HEAD}Hm.{INKLING_SAID}Hi", "Hm.", "Hi"),
+    Thought(f"{INKLING_HEAD}Hm.<|content_model_end_sampling|>", "Hm."),
+    Thought(f"{INKLING_HEAD}Hm.{INKLING_NEXT}f<|content_invoke_tool_text|>ls{INKLING_END}", "Hm.", "ls"),
+    # Calls, the first without text before it, behind a remark, and one whose end is missing.
+    Thought(_CALL, None, None, (NOW,)),
+    Thought(f"{INKLING_HEAD}Hm.<|end_message|>{INKLING_NOW}", "Hm.", None, (NOW,)),
+    Thought(f"{INKLING_HEAD}Hm.{_CALL}".replace("Hm.now", "Hm."), "Hm.", None, (NOW,)),
+    Thought(f"{INKLING_HEAD}Hm.{INKLING_NEXT}{INKLING_SAID}Look<|end_message|>{_CALL}", "Hm.", "Look", (NOW,)),
+    Thought(f"{INKLING_HEAD}Hm.<|end_message|>{INKLING_NOW.removesuffix(INKLING_END)}", "Hm.", None, (NOW,)),
+    Thought(f"{INKLING_HEAD}Call now {{}}{INKLING_NEXT}{INKLING_SAID}Hi", "Call now {}", "Hi"),
+)
+
 # Name of a format -> its tokens, a thought, and a function that writes calls, which end the output.
 ANALYSIS = "<|channel|>analysis<|message|>Hm, { ü\n<|end|><|start|>assistant"
 _TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
@@ -132,5 +174,16 @@ FORCED = {
         ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
         " to=self<|message|>Hm, { ü\n<|eom|><|start|>assistant",
         element_outputs.muse,
+    ),
+    "inkling": (
+        (
+            "<|message_model|>",
+            "<|content_thinking|>",
+            "<|content_invoke_tool_json|>",
+            "<|end_message|>",
+            "<|content_model_end_sampling|>",
+        ),
+        f"{INKLING_HEAD}Hm, {{ ü\n{INKLING_NEXT}",
+        lambda calls: writers.inkling(calls).removeprefix("<|message_model|>"),
     ),
 }

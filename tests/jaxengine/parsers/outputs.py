@@ -86,6 +86,7 @@ def common(form: Format) -> list[Output]:
 JSON_PIECES = ["{", "}", "[", "]", ",", '"name"', ":", '"f"', '"arguments"', "{}", '{"a": 1}', '"', "\\"]
 CALLED = '{"name": "now", "arguments": {}}'
 
+INKLING_NOW = writers.inkling([NOW])
 _OWN_TOOL = " to=python<|channel|>analysis <|constrain|>xml<|message|>1<|call|>"
 FORMATS: dict[str, Format] = {
     "hermes": Format(
@@ -132,6 +133,52 @@ FORMATS: dict[str, Format] = {
             "final",
             "<|",
             "{}",
+        ],
+    ),
+    "inkling": Format(
+        writers.inkling,
+        [
+            Output(INKLING_NOW.removeprefix("<|message_model|>"), [NOW]),
+            Output(INKLING_NOW.removesuffix("<|end_message|><|content_model_end_sampling|>"), [NOW]),
+            Output(INKLING_NOW.replace("<|end_message|>", ""), [NOW]),
+            Output(INKLING_NOW.replace("args", "arguments"), [NOW]),
+            Output(INKLING_NOW.replace(',"args":{}', ""), [NOW]),
+            Output(f"<|content_text|>I look.<|end_message|>{INKLING_NOW}", [NOW], "I look."),
+            Output(f"<|content_text|>I look.{INKLING_NOW}", [NOW], "I look."),
+            # Without the word that begins a message, text before it is not the function's name.
+            Output("Look<|end_message|>" + INKLING_NOW.removeprefix("<|message_model|>"), [NOW], "Look"),
+            Output("<|content_text|>Hi.<|end_message|><|content_model_end_sampling|>", [], "Hi."),
+            Output(
+                "me<|content_text|>A<|end_message|><|message_model|><|content_tool_error|>B<|end_message|>", [], "AB"
+            ),
+            Output("Hi <|end_message|>", [], "Hi "),
+            Output("<|message_model|>Hi<|end_message|><|message_model|>", [], "Hi"),
+            Output("x" * 600 + "<|end_message|>", [], "x" * 600),
+            *(
+                Output(text, [], text)
+                for text in (
+                    "<|content_thinking|>Hm<|end_message|>",
+                    'f<|content_invoke_tool_json|>{"name":"f","args":[]}<|end_message|>',
+                    "f<|content_invoke_tool_json|>no<|end_message|>",
+                    'f<|content_invoke_tool_json|>{"name"<|end_message|>',
+                    "f<|content_invoke_tool_json|><|content_model_end_sampling|>",
+                    'f<|content_invoke_tool_json|>{"na',
+                )
+            ),
+            Output('<|content_invoke_tool_json|>{"name":"now","args":{}} !<|end_message|>', [NOW], "!"),
+        ],
+        [
+            "<|message_model|>",
+            "<|content_text|>",
+            "<|content_thinking|>",
+            "<|content_invoke_tool_json|>",
+            "<|content_invoke_tool_text|>",
+            "<|end_message|>",
+            "<|content_model_end_sampling|>",
+            "<|content",
+            "f",
+            '"args"',
+            *JSON_PIECES,
         ],
     ),
     "deepseek_v3": Format(

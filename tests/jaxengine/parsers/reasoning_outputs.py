@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.jaxengine.parsers.message_outputs import GLIMMER, HARMONY, SPARK, THOUGHTS, Thought
+from tests.jaxengine.parsers.message_outputs import GLIMMER, HARMONY, INKLING, SPARK, THOUGHTS, Thought
 from tests.jaxengine.parsers.outputs import NOW, PARIS, ZURICH
 from tests.jaxengine.parsers.token_outputs import ALL_FORMATS
 from tests.jaxengine.parsers.writers import Call
@@ -405,14 +405,14 @@ THINKING: dict[str, Thinking] = {
 # Formats with the same words as another.
 SAME = {
     "deepseek_v3": ("deepseek_v4", "deepseek_v41"),
-    "qwen3": ("mimo", "holo2", "minicpmv", "nemotron_v3", "hy_v3", "hy_v4", "granite_thinking_parser"),
+    "qwen3": ("mimo", "holo2", "minicpmv", "nemotron_v3", "nano_v3", "hy_v3", "hy_v4", "granite_thinking_parser"),
     "glm47": ("ling3", "poolside_v1"),
     "deepseek_r1": ("step3", "step3p5", "step5"),
     "cohere_command3": ("cohere_command4",),
     "muse": ("musespark1x",),
 }
 # The first of those with the same words.
-NAMES = [*THINKING, "openai_gptoss", "muse_glimmer", "muse"]
+NAMES = [*THINKING, "openai_gptoss", "muse_glimmer", "muse", "inkling"]
 THINKING |= {other: THINKING[name] for name, others in SAME.items() if name in THINKING for other in others}
 
 
@@ -423,6 +423,8 @@ def outputs(name: str) -> list[Thought]:
     if name in ("muse_glimmer", "muse"):
         found = GLIMMER if name == "muse_glimmer" else SPARK
         return [each._replace(prompt="<|start|>user<|message|>Hi<|eot|><|start|>assistant") for each in found]
+    if name == "inkling":
+        return [each._replace(prompt="<|content_text|>Hi<|end_message|><|message_model|>") for each in INKLING]
     form = THINKING[name]
     found = [*common(form), *form.odd]
     if name == "minimax_m2_append_think":
@@ -433,4 +435,6 @@ def outputs(name: str) -> list[Thought]:
 
 def tools(name: str) -> str:
     """The tool parser that goes with a reasoning parser."""
-    return {"openai_gptoss": "openai", "muse_glimmer": name, "muse": name}.get(name) or THINKING[name].tools
+    return {"openai_gptoss": "openai", **{each: each for each in ("muse_glimmer", "muse", "inkling")}}.get(
+        name
+    ) or THINKING[name].tools

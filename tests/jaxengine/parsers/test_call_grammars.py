@@ -411,7 +411,7 @@ def test_a_forced_call_of_harmony(vocabulary, name):
         parser = row.open(FUNCTIONS)
         (parsed,) = message_of([*parser.feed(text), *parser.finish()]).tool_calls
         assert (parsed.name, json.loads(parsed.arguments)) == TWICE[0]
-    final = thought.replace("self", "user").replace("analysis", "final")
+    final = thought.replace("self", "user").replace("analysis", "final").replace("_thinking", "_text")
     not_to_tools = [call.replace("to=get_weather", f"to={one}") for one in ("self", "user", "developer") if write]
     others = [text for text in not_to_tools if "self" in thought]  # Beam's tools may have any name
     for text in (thought + thought, "Hi", final, call.replace("get_weather", "other"), call + call, *others):

@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 
 from jaxengine.parsers.registry import TOOL_PARSERS
-from jaxengine.parsers.scan.events import ParsedMessage, message_of
+from jaxengine.parsers.scan.events import ParsedCall, ParsedMessage, message_of
+from jaxengine.parsers.scan.harmony import INVOKE, TEXT, THINKING, InklingHeader
 from jaxengine.parsers.tools.sections import KIMI_K2
 from tests.jaxengine.parsers.outputs import FUNCTIONS, common
 from tests.jaxengine.parsers.token_outputs import ALL_FORMATS as FORMATS
@@ -80,7 +81,7 @@ def test_cuts_do_not_matter(name, thorough):
         places = [draw.randint(0, len(text)) for _ in range(draw.randint(1, 6))]
         whole = parse(name, [text])
         assert parse(name, cut(text, places)) == whole, (text, places)
-        if not whole.tool_calls and name not in ("openai", "beam", "muse_glimmer", "muse"):
+        if not whole.tool_calls and name not in ("openai", "beam", "muse_glimmer", "muse", "inkling"):
             assert (whole.content or "") == text
 
 
@@ -118,6 +119,23 @@ def test_a_string_goes_out_as_it_comes():
     parser.feed("<tool_call>\n<function=weather>\n<parameter=city>\nPar")
     (event,) = parser.feed("is\n")
     assert event.text == "is"
+
+
+def test_a_text_without_words_of_inkling_goes_out_as_it_comes():
+    """Only its first word could be a function's name."""
+    parser = TOOL_PARSERS["inkling"].open(FUNCTIONS)
+    assert parser.feed("It") == []
+    for piece, text in (("s cold", "Its cold"), (" out", " out")):
+        (event,) = parser.feed(piece)
+        assert event.text == text
+    (event,) = TOOL_PARSERS["inkling"].open(FUNCTIONS).feed("x" * 600)
+    assert event.text == "x" * 600
+
+
+def test_a_call_of_inkling_that_is_broken_off_is_no_text():
+    message = parse("inkling", ['now<|content_invoke_tool_json|>{"name":"now","args":{"a'])
+    assert (message.content, message.tool_calls) == (None, [ParsedCall("0", "now", '{"a')])
+    assert [InklingHeader(f"now{word}").is_said for word in ("", TEXT, THINKING, INVOKE)] == [True, True, False, False]
 
 
 def test_the_models_own_ids():

@@ -23,6 +23,7 @@ from jaxengine.parsers.registry import (
 from jaxengine.parsers.scan.call_start import CallStarts
 from jaxengine.parsers.scan.events import message_of
 from jaxengine.requests.structured.params import StructuredOutputsParams
+from tests.jaxengine.parsers.outputs import FORMATS
 from tests.jaxengine.parsers.reasoning_outputs import NAMES
 from tests.jaxengine.parsers.token_outputs import hy_v4
 from tests.tables import each_row
@@ -112,6 +113,7 @@ def test_the_split(name, prompt, text, reasoning, content):
 
 
 HARMONY = ["<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "analysis", "final", " to=functions.f", "<|"]
+INKLING = FORMATS["inkling"].pieces
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,7 +122,13 @@ HARMONY = ["<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "analy
 def test_cuts_do_not_matter_and_nothing_is_lost(name, data):
     row = REASONING_PARSERS[name].format
     thinks = isinstance(row, ThinkFormat)
-    words = [*row.begins, *row.ends, *row.calls, *sum(row.answer or (), ())] if thinks else HARMONY
+    words = (
+        [*row.begins, *row.ends, *row.calls, *sum(row.answer or (), ())]
+        if thinks
+        else INKLING
+        if name == "inkling"
+        else HARMONY
+    )
     pieces = data.draw(st.lists(st.sampled_from([*words, *[word[:4] for word in words], "<", "[", "\n", " ", "x"])))
     text = "".join(pieces)
     whole = parse(name, [text])
@@ -145,6 +153,8 @@ def test_a_long_output(name, thorough):
     begin, end = (
         (row.begins[0], row.ends[0])
         if isinstance(row, ThinkFormat)
+        else ("<|content_thinking|>", "<|end_message|>")
+        if name == "inkling"
         else (HARMONY[1] + "analysis<|message|>", "<|end|>")
     )
     text = begin + "x < é\n" * thoughts + end + "y < \n" * words
@@ -168,12 +178,15 @@ def test_a_long_output(name, thorough):
         ("openai_gptoss", PROMPT, "", None, True),
         ("granite", PROMPT, "", "Here is my thought process:", True),
         ("kimi_k2", PROMPT, "", "<think>", True),
+        ("inkling", PROMPT, "", "<|content_thinking|>", True),
+        ("inkling", "<|message_system|>tool_declare<|content_xml|>[]<|end_message|>", "", None, True),
+        ("inkling", PROMPT, "So", None, False),
     ],
 )
 def test_what_a_grammar_waits_for(name, prompt, continued, begin, ends):
     waits = REASONING_PARSERS[name].format.waits_for(prompt, continued)
     assert bool(waits) == ends and waits.get("reasoning_begin") == begin
-    if waits and name != "openai_gptoss":
+    if waits and name not in ("openai_gptoss", "inkling"):
         assert waits["reasoning_end"] == REASONING_PARSERS[name].format.ends
     StructuredOutputsParams(regex="a", **waits)
 

@@ -41,6 +41,14 @@ def harmony(calls: list[Call]) -> str:
     return "<|start|>assistant".join(said)
 
 
+def inkling(calls: list[Call]) -> str:
+    said = []
+    for name, given in calls:
+        arguments = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        said.append(f'{name}<|content_invoke_tool_json|>{{"name":{as_json(name)},"args":{arguments}}}<|end_message|>')
+    return "".join(f"<|message_model|>{each}" for each in said) + "<|content_model_end_sampling|>"
+
+
 def deepseek_v3(calls: list[Call]) -> str:
     said = [
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{as_json(arguments)}\n```<｜tool▁call▁end｜>"

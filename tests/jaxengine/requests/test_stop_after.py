@@ -98,6 +98,9 @@ PARSERS = [
     ("openai_gptoss", PROMPT, "So", "a!", "a"),
     ("muse_glimmer", PROMPT, "", "to=self<|message|>a!<|eom|><|start|>assistant to=user<|message|>b!", None),
     ("muse", PROMPT, "", "to=self<|message|>a!<|eom|><|start|>assistant to=user<|message|>b!", None),
+    ("inkling", PROMPT, "", "<|content_thinking|>a!<|end_message|><|message_model|><|content_text|>b!", None),
+    ("inkling", PROMPT, "", "b!", "b"),
+    ("inkling", PROMPT + "<|content_xml|>", "", "f<|content_invoke_tool_json|>!<|content_text|>b!", None),
 ]
 
 

@@ -82,7 +82,7 @@ def test_ends_efforts_and_continued_answers():
 
 def test_templates_are_chosen_by_mode_or_class():
     """A checkpoint's own template counts unless a mode names another; `auto` finds the model's own parsers in it."""
-    assert (*FORMATS, *TEMPLATE_MODES) == TOKENIZER_MODES
+    assert (*FORMATS, *TEMPLATE_MODES, "inkling") == TOKENIZER_MODES
     for mode, architecture in TEMPLATE_MODES.items():
         usual = usual_template("auto", architecture, False)
         assert usual is usual_template(mode, "LlamaForCausalLM", True) is USUAL_TEMPLATES[architecture]
@@ -100,6 +100,7 @@ def test_a_models_tokenizer_has_the_template_and_what_goes_with_it(tmp_path):
         ("auto", "DeepseekV4ForCausalLM", None, "<｜User｜>x\n\ny<｜Assistant｜><think>"),
         ("auto", "DeepseekV4ForCausalLM", "{{ messages[0]['content'] }}", "x\ny"),
         ("deepseek_v32", "LlamaForCausalLM", "{{ messages[0]['content'] }}", "<｜User｜>x\ny<｜Assistant｜></think>"),
+        ("inkling", "InklingForConditionalGeneration", "{{ messages[0]['content'] }}", "x\ny"),
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own} if own else {}))
         source = InputSource(path=tmp_path, config=SimpleNamespace(architecture=architecture), generation_defaults={})

@@ -10,6 +10,7 @@ import openai
 import pytest
 import tokenizers
 
+from jaxengine.parsers.scan.harmony import END_MESSAGE, END_SAMPLING, INVOKE, MODEL, TEXT, THINKING
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
@@ -20,15 +21,17 @@ from tests.jaxengine.server.scripted_engine import ScriptedEngine
 
 __all__ = ["scripted"]
 
+INKLING = {"tool_call_parser": "inkling", "reasoning_parser": "inkling"}
 HARMONY = {**AUTO, "tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
 
 
 @pytest.fixture
 def harmony(chat_engine):
-    """harmony(text): a client of a model whose vocabulary has harmony's words, and the engine behind it."""
+    """harmony(text): a client of a model with harmony's and Inkling's words in its vocabulary, and its engine."""
     tokenizer = copy.copy(chat_engine.inputs.require_tokenizer())
     tokenizer.backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     words = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+    words += (MODEL, THINKING, TEXT, INVOKE, END_MESSAGE, END_SAMPLING)
     tokenizer.backend.add_special_tokens(list(words))
     ids = {word: tokenizer.backend.token_to_id(word) for word in words}
     tokenizer.added_token_ids |= frozenset(ids.values())
@@ -72,6 +75,28 @@ async def test_harmony(harmony, choice, stream):
         grammar = params.structured_outputs.grammar
         assert grammar.startswith("start: (thought") and params.structured_outputs.reasoning_end is None
         assert ('"now ' in grammar) == (choice == "required")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_inkling(harmony, choice):
+    call = f'weather{INVOKE}{{"name":"weather","args":{{"city":"Zürich"}}}}{END_MESSAGE}'
+    client, engine, ids = harmony(f"{THINKING}Hm.{END_MESSAGE}{MODEL}{call}", **INKLING)
+    (answer,) = (await client.chat.completions.create(**{**ASK, "tool_choice": choice})).choices
+    found = [(each.function.name, json.loads(each.function.arguments)) for each in answer.message.tool_calls]
+    assert (answer.message.content, answer.message.reasoning) == (None, "Hm.")
+    assert (answer.finish_reason, found) == ("tool_calls", [("weather", {"city": "Zürich"})])
+    params = engine.calls[-1][1]
+    assert params.skip_special_tokens is False and params.stop_token_ids == (ids[END_SAMPLING],)
+    if choice == "required":
+        assert f"(thought <[{ids[MODEL]}]>)? call" in params.structured_outputs.grammar
+
+
+async def test_inklings_answer_may_have_no_word_of_its_kind(harmony):
+    client, engine, _ = harmony(f"7{END_MESSAGE}", **INKLING)
+    (answer,) = (await client.chat.completions.create(model="tiny", messages=HI, response_format=ANSWER)).choices
+    structure = engine.calls[-1][1].structured_outputs
+    assert answer.message.content == "7"
+    assert (structure.reasoning_begin, structure.reasoning_end) == (THINKING, ((TEXT,),))
 
 
 async def test_calls_of_the_requests_tools_need_no_prefix_and_end_thoughts(harmony, scripted):
