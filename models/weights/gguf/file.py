@@ -3,7 +3,7 @@
 Handles the order of the query and key rows of llama files, rows and columns that are arranged otherwise (arranged.py),
 stacked experts as tensors of their own, factors of whole matrices, and matrices whose blocks are read as codes and
 scales. Differences between architectures are rows of
-gguf/layout.py. Headers are read by gguf/header.py, block formats by gguf/dequant.py.
+gguf/layouts.py. Headers are read by gguf/header.py, block formats by gguf/dequant.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jaxengine.models.quantization.schemes.gguf import CODES, SCALES, ZEROS
 from jaxengine.models.weights.gguf.arranged import Arranged, arrange, arrangements
 from jaxengine.models.weights.gguf.dequant import BlockFormat, dequantize, split_blocks
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
-from jaxengine.models.weights.gguf.layout import LAYOUTS, GGUFLayout
+from jaxengine.models.weights.gguf.layout import GGUFLayout
+from jaxengine.models.weights.gguf.layouts import LAYOUTS
 from jaxengine.models.weights.gguf.split import check_part, check_tensors, other_parts
 
 # Bytes of the file dequantised at a time, in complete rows: large enough for numpy, small enough to stay in cache.
@@ -63,7 +64,7 @@ class GGUFFile:
     Attributes:
       path: the given path, as text; of a split model, that of the first file.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
-      architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
+      architecture: one of jaxengine.models.weights.gguf.layouts.LAYOUTS.
       biased: llama.cpp's names of layers' matrices that have a bias in any layer, such as attn_q.
       stored: see GGUFConfig.
 

@@ -435,6 +435,6 @@ def outputs(name: str) -> list[Thought]:
 
 def tools(name: str) -> str:
     """The tool parser that goes with a reasoning parser."""
-    return {"openai_gptoss": "openai", **{each: each for each in ("muse_glimmer", "muse", "inkling")}}.get(
-        name
-    ) or THINKING[name].tools
+    if name in ("muse_glimmer", "muse", "inkling"):
+        return name
+    return "openai" if name == "openai_gptoss" else THINKING[name].tools

@@ -122,13 +122,9 @@ INKLING = FORMATS["inkling"].pieces
 def test_cuts_do_not_matter_and_nothing_is_lost(name, data):
     row = REASONING_PARSERS[name].format
     thinks = isinstance(row, ThinkFormat)
-    words = (
-        [*row.begins, *row.ends, *row.calls, *sum(row.answer or (), ())]
-        if thinks
-        else INKLING
-        if name == "inkling"
-        else HARMONY
-    )
+    words = INKLING if name == "inkling" else HARMONY
+    if thinks:
+        words = [*row.begins, *row.ends, *row.calls, *sum(row.answer or (), ())]
     pieces = data.draw(st.lists(st.sampled_from([*words, *[word[:4] for word in words], "<", "[", "\n", " ", "x"])))
     text = "".join(pieces)
     whole = parse(name, [text])
@@ -150,13 +146,11 @@ def test_a_long_output(name, thorough):
     """A hundred kilobytes; with --thorough megabytes, for which anything quadratic takes minutes."""
     thoughts, words = (200_000, 10_000) if thorough else (20_000, 1000)
     row = REASONING_PARSERS[name].format
-    begin, end = (
-        (row.begins[0], row.ends[0])
-        if isinstance(row, ThinkFormat)
-        else ("<|content_thinking|>", "<|end_message|>")
-        if name == "inkling"
-        else (HARMONY[1] + "analysis<|message|>", "<|end|>")
-    )
+    begin, end = HARMONY[1] + "analysis<|message|>", "<|end|>"
+    if isinstance(row, ThinkFormat):
+        begin, end = row.begins[0], row.ends[0]
+    elif name == "inkling":
+        begin, end = "<|content_thinking|>", "<|end_message|>"
     text = begin + "x < é\n" * thoughts + end + "y < \n" * words
     pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
     message = parse(name, pieces)

@@ -23,7 +23,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames, ExpertRows, WeightSource
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
-from jaxengine.models.weights.gguf.layout import LAYOUTS
+from jaxengine.models.weights.gguf.layouts import LAYOUTS
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.views.expert_rows import ExpertRowsSource
 from jaxengine.models.weights.views.renamed import RenamedSource
