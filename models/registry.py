@@ -291,11 +291,11 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
     config that cannot be built.
     """
     family: Any = model_for_hf(config.architecture)
-    stored, names = config.quantization, family.checkpoint_names.next_layer
-    if names and isinstance(stored, Quantization):  # it names the layer's modules as the checkpoint does
-        own = tuple((old, f"model.layers.{config.num_layers}.{new}") for old, new in names)
+    stored, layer = config.quantization, family.checkpoint_names.next_layer
+    if layer.names and isinstance(stored, Quantization):  # it names the layer's modules as the checkpoint does
+        own = tuple((old, f"model.layers.{config.num_layers}.{new}") for old, new in layer.names)
         config = replace(config, quantization=replace(stored, prefixes=(*own, *stored.prefixes)))
-    return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
+    return build_abstract(next_token_class(family), with_next_layer(config, layer), _as_stored(config, build))
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:

@@ -36,7 +36,7 @@ from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.experts.moe import ExpertNames
 from jaxengine.models.layers.states.delta_net import APART, CONVS, JOINED, GatedDeltaNet
 from jaxengine.models.params.declare import Source
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, NextLayer
 
 _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -146,6 +146,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
             (".self_attn.", ".attention."),
             (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
         ),
+        next_layer=NextLayer(norm="final_layernorm", normed=True),
     )
     experts_module: ClassVar[tuple[str, ExpertNames]] = (
         f"{LAYER}.mlp",

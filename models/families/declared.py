@@ -54,7 +54,7 @@ from jaxengine.models.layers.states.mamba2 import Mamba2
 from jaxengine.models.layers.states.rglru import RecurrentBlock
 from jaxengine.models.layers.states.short_conv import ShortConv
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
-from jaxengine.models.params.source import CheckpointNames, StackedExperts
+from jaxengine.models.params.source import CheckpointNames, NextLayer, StackedExperts
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
@@ -355,6 +355,7 @@ def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
         divided=row.divided,
         stacked_experts=StackedExperts(modules=(experts.gate, experts.up, experts.down)),
         expert_rows=row.expert_rows,
+        next_layer=row.next_layer or NextLayer(),
     )
     architecture = None if row.gguf is None else row.gguf.architecture
     members = {

@@ -36,6 +36,7 @@ from jaxengine.models.families.declared_row import (
 )
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.layers.experts.moe import ExpertNames
+from jaxengine.models.params.source import MTP_LAYER, NextLayer
 
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
@@ -280,6 +281,7 @@ EXPERT_ROWS: dict[str, Row] = {
         expert_names=ExpertNames(correction_bias="e_score_correction_bias"),
         parts=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
         gguf=GGUFRow("exaone-moe", experts=gguf_sigmoid_experts, layers=_exaone_layers),
+        next_layer=MTP_LAYER._replace(dense=True, windowed=True),
         **_PLAIN,
     ),
     "Cohere2MoeForCausalLM": Row(
@@ -379,6 +381,7 @@ EXPERT_ROWS: dict[str, Row] = {
             (".mlp.shared_experts.", ".mlp.shared_mlp."),
         ),
         gguf=GGUFRow("hy_v3", read=_gguf_hunyuan),
+        next_layer=NextLayer(norm="final_layernorm", normed=True),
         **{**BIASED, "mlp_bias": "mlp_bias"},
     ),
     "Mistral4ForCausalLM": Row(

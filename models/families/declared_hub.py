@@ -20,6 +20,7 @@ from jaxengine.models.families.declared_mixtures import STEP_NAMES
 from jaxengine.models.families.declared_row import GGUFRow, Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME, transformer_names
 from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.params.source import NextLayer
 
 _RMS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
 
@@ -453,7 +454,7 @@ HUB_ROWS: dict[str, Row] = {
     ),
     "PanguUltraMoEForCausalLM": Row(
         "openPangu Ultra MoE (Huawei 2025, arXiv:2505.04519): DeepSeek-V3's layers, in some models with norms after "
-        "both parts, and experts of sigmoid scores without groups. MTP layers are not read.",
+        "both parts, and experts of sigmoid scores without groups.",
         DeclaredForm(norm=RMS),
         latent=True,
         spelled=_PANGU_NAMES,
@@ -464,6 +465,7 @@ HUB_ROWS: dict[str, Row] = {
         output_bias=False,
         choose=_pangu_form,
         experts=_pangu_experts,
+        next_layer=NextLayer(),
         **_RMS,
     ),
     "Step3TextForCausalLM": _STEP3,

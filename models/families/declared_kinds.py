@@ -26,6 +26,7 @@ from jaxengine.models.families.declared_experts import ALL_NORMED, BIASED, COUNT
 from jaxengine.models.families.declared_row import GGUFRow, Row, kinds_of_ropes, no_rope, softmax_experts
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.layers.experts.moe import ExpertNames
+from jaxengine.models.params.source import NextLayer
 
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
 _NORMED = replace(_FORM, qk_norms=("self_attn.q_norm", "self_attn.k_norm"))
@@ -195,6 +196,13 @@ def _gguf_mimo_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
     return replace(form, qkv=("self_attn.qkv_proj",), joined=ROWS) if "attn_qkv" in gguf.stored else form
 
 
+_MIMO_NEXT = NextLayer(
+    (("model.mtp.layers.0.pre_mlp_layernorm", "post_attention_layernorm"), ("model.mtp.layers.0.", "")),
+    norm="final_layernorm",
+    normed=True,
+    dense=True,
+    windowed=True,
+)
 # Keys are the class names that config.json lists under "architectures".
 KIND_ROWS: dict[str, Row] = {
     "MiMoV2FlashForCausalLM": Row(
@@ -208,11 +216,13 @@ KIND_ROWS: dict[str, Row] = {
             "swa_rope_theta": 10000.0,
             "partial_rotary_factor": 0.334,
             "attention_value_scale": 0.707,
+            "num_nextn_predict_layers": 1,  # which files do not say
         },
         only={"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None},
         spelled={"layernorm_epsilon": "rms_norm_eps"},
         rope=no_rope,
         adapt=_mimo_fields,
+        next_layer=_MIMO_NEXT,
         choose=lambda fields, form: replace(form, value_scale=fields.number("attention_value_scale")),
         each_layer=_mimo_layer,
         experts=sigmoid_experts,

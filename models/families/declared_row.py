@@ -18,6 +18,7 @@ from jaxengine.models.config.readers.hf import (
     hf_fields,
     layer_kinds,
     listed_dense,
+    predicting,
     read_head_dim,
     read_rope,
     ropes_by_kind,
@@ -28,7 +29,7 @@ from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU, read_activation
 from jaxengine.models.layers.experts.moe import MLP_NAMES, ExpertNames
-from jaxengine.models.params.source import ExpertRows
+from jaxengine.models.params.source import ExpertRows, NextLayer
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 EPS = "layer_norm_eps"
@@ -164,6 +165,7 @@ class Row(NamedTuple):
       transposed: ends of the names of matrices that are stored as [in, out].
       unused_ends: ends of the names of tensors that are not read. unused: the same for prefixes.
       parts, divided: see CheckpointNames.
+      next_layer: the layer that predicts further tokens, if configurations have one; None if it is not read.
     """
 
     about: str
@@ -198,6 +200,7 @@ class Row(NamedTuple):
     parts: tuple[tuple[str, str], ...] = ()
     divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     expert_rows: ExpertRows | None = None
+    next_layer: NextLayer | None = None
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json.
@@ -224,7 +227,7 @@ class Row(NamedTuple):
         experts = None if self.experts is None else self.experts(fields)
         named = {} if experts is None else {"activation": activation}
         more = {} if self.more is None else self.more(fields)
-        shared = _run_in_loops(shared, more)
+        shared = _run_in_loops(shared if self.next_layer is None else predicting(shared), more)
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **named, **more}
 
     def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:

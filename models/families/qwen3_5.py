@@ -16,9 +16,9 @@ from jaxengine.models.config.readers.hf import predicting, text_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
-from jaxengine.models.families.qwen3_next import NEXT_LAYER, Qwen3NextForCausalLM, hybrid_fields
+from jaxengine.models.families.qwen3_next import Qwen3NextForCausalLM, hybrid_fields
 from jaxengine.models.params.declare import Source, parts_of
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import MTP_LAYER, CheckpointNames
 from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 
 
@@ -46,7 +46,7 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with a vision tower, as it is published."""
 
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
-        squeezed=(".conv1d.weight",), next_layer=NEXT_LAYER
+        squeezed=(".conv1d.weight",), next_layer=MTP_LAYER
     )
 
     @classmethod

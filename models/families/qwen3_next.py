@@ -21,17 +21,9 @@ from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.states.delta_net import GatedDeltaNet
 from jaxengine.models.params.declare import Source
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import MTP_LAYER, CheckpointNames
 
 LINEAR = "linear_attention"
-# CheckpointNames.next_layer of these models.
-NEXT_LAYER = (
-    ("mtp.fc", "eh_proj"),
-    ("mtp.pre_fc_norm_embedding", "enorm"),
-    ("mtp.pre_fc_norm_hidden", "hnorm"),
-    ("mtp.norm", "shared_head.norm"),
-    ("mtp.layers.0.", ""),
-)
 
 
 class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
@@ -41,7 +33,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
     gguf_architecture: ClassVar[str | None] = "qwen3next"
     norm_class = OffsetRMSNorm
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",), next_layer=NEXT_LAYER)
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",), next_layer=MTP_LAYER)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

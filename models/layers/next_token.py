@@ -3,8 +3,8 @@
 
 For each token it takes the model's hidden state and the embedding of the next token, each normed,
 projects both to one and runs one more decoder layer of the family over them; the model's own head then gives the
-logits. Checkpoints store it as layer number num_hidden_layers, or under names of its own
-(CheckpointNames.next_layer). Applied to its own hidden states it predicts further tokens.
+logits. Checkpoints store it as layer number num_hidden_layers, or under names of its own. Applied to its own hidden
+states it predicts further tokens. Families differ in what jaxengine.models.params.source.NextLayer says.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import NextLayer
 from jaxengine.models.quantization.registry import PLAIN
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.sharding.stages import Stage
@@ -36,6 +37,8 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
     class NextToken(family):
         """One layer of the family between norms of its own. It uses the model's embeddings and logits."""
 
+        form_of_next = family.checkpoint_names.next_layer
+
         def __init__(self, config: ModelConfig, build: Build):
             number, size, eps = config.num_layers - 1, config.hidden_size, config.rms_norm_eps
             stage = Stage(number, number + 1, is_first=False, is_last=False)
@@ -46,7 +49,7 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             # Stored plain, whatever the storage of other products.
             plain, source = replace(build, scheme=PLAIN), Source(f"{name}.eh_proj", size)
             self.joined = Linear(2 * size, (source,), axes=("latent", "embed"), build=plain)
-            self.head_norm = self.norm_class(size, eps, source=f"{name}.shared_head.norm", build=build)
+            self.head_norm = self.norm_class(size, eps, source=f"{name}.{self.form_of_next.norm}", build=build)
 
         def read(self, hidden: jax.Array) -> jax.Array:
             """Return the model's hidden states [T, D] after its final norm, in the form that this layer takes:
@@ -67,25 +70,29 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             The result replaces `hidden` when predicting further tokens.
             """
             with jax.named_scope("join"):
-                both = jnp.concatenate([self.embed_norm(embeddings), self.hidden_norm(hidden)], axis=-1)
-                x = self.joined(both)
+                both = [self.embed_norm(embeddings), self.hidden_norm(hidden)]
+                both = both[::-1] if self.form_of_next.hidden_first else both
+                x = self.joined(jnp.concatenate(both, axis=-1))
             x, pool = super().__call__(batch, kv, x)
             assert isinstance(pool, KVPages)
-            return x, pool
+            return self.head_norm(x) if self.form_of_next.normed else x, pool
 
         def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
             """Return the logits f32[R, V / n] of the tokens after the next ones for hidden states [R, D], split over n
             devices as the model's logits are.
             """
-            return model.logits(self.head_norm(hidden))
+            return model.logits(hidden if self.form_of_next.normed else self.head_norm(hidden))
 
     NextToken.__module__ = family.__module__
     return NextToken
 
 
-def with_next_layer(config: ModelConfig) -> ModelConfig:
-    """Return a model's configuration with its first next-token layer appended, whose attention is that of the last
-    layer with attention; without a tower and without further next-token layers.
+def with_next_layer(config: ModelConfig, layer: NextLayer) -> ModelConfig:
+    """Return a model's configuration with its first next-token layer, `layer`, appended; without a tower and without
+    further next-token layers.
     """
-    attention = *config.attention, config.attending[-1]
-    return replace(config, attention=attention, num_nextn_predict_layers=0, tower=None)
+    likely = [each for each in config.attending if each.window is not None or not layer.windowed]
+    attention, experts = (*config.attention, (likely or config.attending)[-1]), config.experts
+    if layer.dense and experts is not None:
+        experts = replace(experts, dense_layers=(*experts.dense_layers, config.num_layers))
+    return replace(config, attention=attention, experts=experts, num_nextn_predict_layers=0, tower=None)

@@ -43,6 +43,41 @@ class ExpertRows(NamedTuple):
     turned: tuple[str, ...]
 
 
+class NextLayer(NamedTuple):
+    """Names and parts of the layer that predicts the token after the next (jaxengine.models.layers.next_token).
+
+    Attributes:
+      names: pairs of the beginning of a stored name and what replaces it after "model.layers.{number}."; without any,
+        the layer is stored as layer `number`, the one after the last.
+      norm: name of the norm after the layer.
+      normed: whether further tokens are predicted from what this norm returns, rather than from what it gets.
+      hidden_first: whether the projection reads the hidden state before the embedding.
+      dense: whether it has an MLP although other layers have experts.
+      windowed: whether its attention is that of the last layer with a window, rather than of the last with attention.
+    """
+
+    names: tuple[tuple[str, str], ...] = ()
+    norm: str = "shared_head.norm"
+    normed: bool = False
+    hidden_first: bool = False
+    dense: bool = False
+    windowed: bool = False
+
+
+# Of Qwen3-Next, Qwen3.5 and K-EXAONE.
+MTP_LAYER = NextLayer(
+    (
+        ("mtp.fc", "eh_proj"),
+        ("mtp.pre_fc_norm_embedding", "enorm"),
+        ("mtp.pre_fc_norm_hidden", "hnorm"),
+        ("mtp.norm", "norm"),
+        ("mtp.layers.0.", ""),
+    ),
+    norm="norm",
+    normed=True,
+)
+
+
 class CheckpointNames(NamedTuple):
     """Differences between the tensors of a family's checkpoints and those that its model declares.
 
@@ -80,8 +115,7 @@ class CheckpointNames(NamedTuple):
       alternating: ends of the names of matrices whose rows are in turn those of two of the model's -> their ends.
       frequencies: end of the names of tensors with the frequencies of rope, which replace the configuration's; "" for
         none.
-      next_layer: pairs of the beginning of a stored name of the layer that predicts further tokens, and what replaces
-        it after "model.layers.{number}.", if it is not stored as layer `number`, the one after the last.
+      next_layer: the layer that predicts further tokens.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -109,7 +143,7 @@ class CheckpointNames(NamedTuple):
     frequencies: str = ""
     divided: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     halves: tuple[Mapping[str, str], Mapping[str, str]] | None = None
-    next_layer: tuple[tuple[str, str], ...] = ()
+    next_layer: NextLayer = NextLayer()
 
     @property
     def base(self) -> str:
@@ -142,7 +176,7 @@ class CheckpointNames(NamedTuple):
         """Return whether the checkpoint's tensor `stored` belongs to a part that is not read: those of the family, and
         modules named mtp or mtp_..., which predict further tokens, but for those of `next_layer`, whatever the family.
         """
-        if stored.startswith(tuple(old for old, _ in self.next_layer)):
+        if stored.startswith(tuple(old for old, _ in self.next_layer.names)):
             return False
         named = f".{stored}"
         return (

@@ -14,6 +14,7 @@ from jaxengine.models.params.source import (
     MODEL,
     WHOLE,
     CheckpointNames,
+    NextLayer,
     WeightSource,
     WrappedSource,
     absent_names,
@@ -60,17 +61,18 @@ class NamedSource(WrappedSource):
 
 class NextTokenSource(NamedSource):
     """View of a model's checkpoint with only the tensors of its next-token layer, without those that the model lends
-    it, as tensors of layer `number`. names: CheckpointNames.next_layer.
+    it, as tensors of layer `number`. layer: CheckpointNames.next_layer.
     """
 
-    def __init__(self, source: WeightSource, number: int, names: tuple[tuple[str, str], ...] = ()):
+    def __init__(self, source: WeightSource, number: int, layer: NextLayer):
         prefix = f"model.layers.{number}."
 
         def name_of(stored: str) -> str | None:
-            found = (prefix + new + stored.removeprefix(old) for old, new in names if stored.startswith(old))
+            found = (prefix + new + stored.removeprefix(old) for old, new in layer.names if stored.startswith(old))
             name = next(found, stored)
             own = name.removeprefix(prefix)
-            return None if own == name or own.startswith(("embed_tokens.", "shared_head.head.")) else name
+            is_lent = own.startswith(("embed_tokens.", "shared_head.")) and not own.startswith(layer.norm)
+            return None if own == name or is_lent else name
 
         super().__init__(source, name_of)
 

@@ -93,6 +93,11 @@ def _dflash(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return _family(family, {"method": method_of(raw), "model": write(folder / "head", raw, tensors)})
 
 
+# Families whose checkpoints have a layer that predicts further tokens; Qwen2 with one is MiMo.
+PREDICTING = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5", "qwen2_untied", "mimo_v2_flash"),
+    *("exaone_moe", "hy_v3", "pangu_ultra", "bailing_hybrid"),
+)
 # What is served and what drafts, by name; a function of an empty folder.
 SETS = {
     "ngram": lambda folder: _dummy(folder, NGRAM),
@@ -107,11 +112,7 @@ SETS = {
     "draft_model llama for qwen3_next": lambda folder: _draft_model("qwen3_next", "llama"),
     "draft_model llama for mamba2": lambda folder: _draft_model("mamba2", "llama"),
     "draft_model gemma2 for llama": lambda folder: _draft_model("llama", "gemma2"),
-    "mtp deepseek_v3": lambda folder: _next_token(folder, "deepseek_v3"),
-    "mtp deepseek_v32": lambda folder: _next_token(folder, "deepseek_v32"),
-    "mtp glm4_moe": lambda folder: _next_token(folder, "glm4_moe"),
-    "mtp qwen3_next": lambda folder: _next_token(folder, "qwen3_next"),
-    "mtp qwen3_5": lambda folder: _next_token(folder, "qwen3_5"),
+    **{f"mtp {family}": partial(_next_token, family=family) for family in PREDICTING},
     "eagle3 llama": lambda folder: _eagle3(folder, "llama"),
     "eagle3 qwen3": lambda folder: _eagle3(folder, "qwen3"),
     "dspark llama": lambda folder: _dflash(folder, "llama"),

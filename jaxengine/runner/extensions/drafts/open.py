@@ -236,8 +236,8 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 def _next_layer(weights: WeightSource, model: ModelConfig) -> NextTokenSource:
     """Return the view of a checkpoint, `weights`, with only its next-token layer for the model."""
-    names = model_for_hf(model.architecture).checkpoint_names.next_layer
-    return NextTokenSource(weights, model.num_layers, names)
+    layer = model_for_hf(model.architecture).checkpoint_names.next_layer
+    return NextTokenSource(weights, model.num_layers, layer)
 
 
 def _as_read(head: ModelSource, model: WeightSource | None, kind: HeadKind) -> ModelSource:

@@ -26,8 +26,8 @@ class HeadTensors:
         """
         self._head, self._model, self._params, self._partial = head, model, params, partial
         self._kind = HEAD_KINDS.get(method)  # None for MTP
-        self._names = type(model).checkpoint_names.next_layer
-        self._beginnings = f"model.layers.{model.config.num_layers}.", *(old for old, _ in self._names)
+        self._layer = type(model).checkpoint_names.next_layer
+        self._beginnings = f"model.layers.{model.config.num_layers}.", *(old for old, _ in self._layer.names)
 
     def wanted(self, name: str) -> bool:
         """Whether a tensor of this name may belong to the head: any name for a head with a checkpoint of its own, names
@@ -42,7 +42,7 @@ class HeadTensors:
         differ from the model's or cannot be compared with them, although the engine's head has none of its own.
         """
         if self._kind is None:
-            return NextTokenSource(source, self._model.config.num_layers, self._names)
+            return NextTokenSource(source, self._model.config.num_layers, self._layer)
         config = self._head.sizes
         model = self._embedding(source)
         found = self._kind.source(source, config, model, partial=self._partial)
