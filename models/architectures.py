@@ -136,7 +136,6 @@ _OTHER_NAMES = {
     "SkyworkR1VChatModel": "InternVLForConditionalGeneration",
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
-    "MiMoForCausalLM": "Qwen2ForCausalLM",
     "MiniCPMO": "MiniCPMV",
     "MuseGlimmerForCausalLM": "MuseGlimmerForConditionalGeneration",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",

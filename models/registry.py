@@ -23,17 +23,19 @@ from jaxengine.models.architectures import (
 from jaxengine.models.build import Build, build_abstract
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.drafts import dflash, eagle, eagle3
+from jaxengine.models.config.drafts.dflash import DFlashConfig
+from jaxengine.models.config.drafts.eagle import EagleConfig
+from jaxengine.models.config.drafts.eagle3 import Eagle3Config
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import LAST, Pooler
-from jaxengine.models.config.readers import dflash, eagle3
-from jaxengine.models.config.readers.dflash import DFlashConfig
-from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family, with_numbers, with_stored_biases
 from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
-from jaxengine.models.layers.dflash import DFlash
-from jaxengine.models.layers.eagle3 import Eagle3
-from jaxengine.models.layers.next_token import next_token_class, with_next_layer
+from jaxengine.models.layers.drafts.dflash import DFlash
+from jaxengine.models.layers.drafts.eagle import Eagle
+from jaxengine.models.layers.drafts.eagle3 import Eagle3
+from jaxengine.models.layers.drafts.next_token import next_token_class, with_next_layer
 from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
@@ -285,7 +287,7 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
 
 def build_next_token(config: ModelConfig, build: Build) -> Any:
     """Return the next-token layer of the model with this config, which follows the last layer and predicts further
-    tokens (jaxengine.models.layers.next_token).
+    tokens (jaxengine.models.layers.drafts.next_token).
 
     Its weights are ShapeDtypeStructs. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a
     config that cannot be built.
@@ -293,9 +295,24 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
     family: Any = model_for_hf(config.architecture)
     stored, layer = config.quantization, family.checkpoint_names.next_layer
     if layer.names and isinstance(stored, Quantization):  # it names the layer's modules as the checkpoint does
-        own = tuple((old, f"model.layers.{config.num_layers}.{new}") for old, new in layer.names)
+        own = layer.placed(config.num_layers)
         config = replace(config, quantization=replace(stored, prefixes=(*own, *stored.prefixes)))
     return build_abstract(next_token_class(family), with_next_layer(config, layer), _as_stored(config, build))
+
+
+def read_eagle(folder: Path, model: ModelConfig) -> EagleConfig:
+    """Return the config of the head of EAGLE 1 or 2 in a Hugging Face folder. Raises ModelFileError, which names the
+    file and the field, for a missing file, for wrong or unsupported fields, and for a model that is no such head.
+
+    model: config of the target model, whose vocabulary size holds for a file without one. Whether head and model fit
+    together is not checked here.
+    """
+    raw = read_config_json(folder)
+    try:
+        fields = eagle.head_fields({"vocab_size": model.vocab_size, **with_usual_fields(raw)})
+        return eagle.read_head(fields, model_for_hf(hf_architecture(fields)).read_hf(fields))
+    except ModelConfigError as error:
+        raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
@@ -339,16 +356,24 @@ def read_next_token(folder: Path, model: ModelConfig) -> ModelConfig:
     return read_folder(folder, raw)
 
 
+def build_eagle(config: EagleConfig, build: Build) -> Any:
+    """Return the head of EAGLE 1 or 2 (jaxengine.models.layers.drafts.eagle) of this config, with ShapeDtypeStructs for
+    weights. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be
+    built.
+    """
+    return build_abstract(Eagle, config, build)
+
+
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
-    """Return the EAGLE-3 head (jaxengine.models.layers.eagle3) of this config, with ShapeDtypeStructs for weights.
-    Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
+    """Return the EAGLE-3 head (jaxengine.models.layers.drafts.eagle3) of this config, with ShapeDtypeStructs for its
+    weights. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
     """
     return build_abstract(Eagle3, config, build)
 
 
 def build_dflash(config: DFlashConfig, build: Build) -> Any:
-    """Return the DFlash or DSpark head (jaxengine.models.layers.dflash) of this config, with ShapeDtypeStructs for its
-    weights. Raises ValueError for a mesh that cannot split these, and ModelConfigError for a config that cannot be
+    """Return the DFlash or DSpark head (jaxengine.models.layers.drafts.dflash) of this config, with ShapeDtypeStructs
+    for its weights. Raises ValueError for a mesh that cannot split these, and ModelConfigError for a config that cannot be
     built.
     """
     return build_abstract(DFlash, config, build)

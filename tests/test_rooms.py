@@ -108,6 +108,7 @@ ROOMS = {
     "models.params": "sharding",
     "models.config": "",
     "models.config.readers": "models.params models.config",
+    "models.config.drafts": "models.config models.config.readers",
     "models.quantization.base": (
         "sharding pallas_kernels:base pallas_kernels.matmul models.params models.config models.config.readers"
     ),
@@ -144,6 +145,10 @@ ROOMS = {
         "models.config.readers models.quantization models models.layers.base models.layers.attention "
         "models.layers.attention.blocks models.layers.experts"
     ),
+    "models.layers.drafts": (
+        "sharding pallas_kernels.kv models.params models.config models.config.drafts models.quantization models "
+        "models.layers.base models.layers.attention models.layers"
+    ),
     "models.vision.base": "models.params models.config models.quantization models models.layers.base",
     "models.vision": "models.params models.config models models.layers.base models.vision.base",
     "models.sound": ("models.params models.config models models.layers.base models.vision.base models.vision"),
@@ -153,8 +158,8 @@ ROOMS = {
         "models.layers.states models.layers models.vision models.sound"
     ),
     "models:registry": (
-        "sharding models.params models.config models.config.readers models.quantization.base models.quantization "
-        "models models.layers models.families"
+        "sharding models.params models.config models.config.readers models.config.drafts models.quantization.base "
+        "models.quantization models models.layers models.layers.drafts models.families"
     ),
     "models.weights.views": "sharding models.params models.config models.quantization.base models",
     "models.weights.formats": "models.params models models.weights.views",
@@ -184,7 +189,7 @@ ROOMS = {
     "tokens.usual_templates": "tokens.mistral tokens",
     "config.base": "models",
     "config.execution": "sharding models.config scheduler.batches config.base",
-    "config.features": "models.config models.config.readers scheduler.base config.base",
+    "config.features": "models.config models.config.drafts scheduler.base config.base",
     "config.inputs": "models.config config.base",
     "config.kv": "models.config models config.base",
     "config": (
@@ -243,8 +248,9 @@ ROOMS = {
         "runner.base runner.programs runner.extensions.pictures"
     ),
     "runner.extensions.drafts": (
-        "sharding models.params models.config models.config.readers models models.layers.base "
-        "models.layers.attention models.layers models:registry models.weights.formats models.weights.views "
+        "sharding models.params models.config models.config.drafts models models.layers.base "
+        "models.layers.attention models.layers models.layers.drafts models:registry models.weights.formats "
+        "models.weights.views "
         "scheduler.batches scheduler.extensions sampling config.base config.features config drafts checkpoint "
         "runner.base runner.executables runner.programs runner.extensions"
     ),

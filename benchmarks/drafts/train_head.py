@@ -137,7 +137,7 @@ def first_params(target: Target) -> Params:
 
 
 class Head:
-    """EAGLE-3 head over whole sequences, for training. jaxengine/models/layers/eagle3.py has the one for serving."""
+    """EAGLE-3 head over whole sequences, for training. models/layers/drafts/eagle3.py has the one for serving."""
 
     def __init__(self, target: Target):
         attention = target.config.attention[0]

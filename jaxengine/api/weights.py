@@ -69,7 +69,7 @@ class WeightMethods(CoreMethods):
           donate: delete jax arrays in params as soon as they have been copied, even if a later one is faulty. Arrays of
             the engine's own tree that are used without a copy are not deleted.
           target: "draft" replaces the weights of the drafter instead: a draft model, an MTP layer (by its names in the
-            model's checkpoint; other tensors are ignored) or an EAGLE-3 head. No output token depends on them, and
+            model's checkpoint; other tensors are ignored) or a head. No output token depends on them, and
             version must be None.
           chunk_bytes: limit of the bytes of copies of tensors in host memory, in addition to old and new weights; one
             row is always allowed. None keeps tensors until the weight that they form is complete. An iterator's tensor

@@ -192,7 +192,7 @@ class EngineConfig(
         "original_max_position_embeddings": 32768}}; see docs/serving.md. rope_scaling and rope_theta are options of
         their own as well.
       speculative_config: how drafts are proposed for each step to verify: a dict of method ("ngram", "draft_model",
-        "mtp", "eagle3", "dflash", "dspark", "grammar"), num_speculative_tokens (1 to 15), and depending on it
+        "mtp", "eagle", "eagle3", "dflash", "dspark", "grammar"), num_speculative_tokens (1 to 15), and depending on it
         prompt_lookup_max and prompt_lookup_min, or model. Output tokens are the same as without drafts.
       logits_processors: classes of your own that change logits, or their names as module:Class; see
         docs/sampling_params.md.

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import read_rope
+from jaxengine.models.config.readers.hf import predicting, read_rope
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import LinearState
 from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM, grouped_kinds, whole_ropes
@@ -46,6 +46,7 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=BailingHybridForCausalLM.checkpoint_names.prefixes,
         parts=BailingHybridForCausalLM.checkpoint_names.parts,
+        next_layer=BailingHybridForCausalLM.checkpoint_names.next_layer,
     )
     experts_module = BailingHybridForCausalLM.experts_module
 
@@ -70,7 +71,7 @@ class BailingMoeV2_5ForCausalLM(KimiLinearForCausalLM):
         state = LinearState(heads, head_dim, groups, fields.boolean("use_qk_norm"), "silu" if silu else "linear")
         layers = zip(shared["attention"], grouped_kinds(fields, 8), strict=True)
         attention = (replace(each, rope=rope, state=state) if kind == LINEAR else each for each, kind in layers)
-        return shared | {"attention": tuple(attention), "experts": sigmoid_experts(fields)}
+        return predicting(shared) | {"attention": tuple(attention), "experts": sigmoid_experts(fields)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, own, source = self.config, self.config.attention[layer], f"{LAYER}.attention"

@@ -21,7 +21,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_of_layers, gguf_shared_experts
 from jaxengine.models.config.readers.gguf_states import gguf_state_space
-from jaxengine.models.config.readers.hf import FULL
+from jaxengine.models.config.readers.hf import FULL, predicting
 from jaxengine.models.config.readers.state_space import read_dt_limits
 from jaxengine.models.config.state import StateSpace
 from jaxengine.models.families.llama import LAYER, gated_fields
@@ -33,7 +33,7 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.latent_experts import LatentExperts
 from jaxengine.models.layers.experts.moe import ExpertNames
 from jaxengine.models.layers.states.mamba2 import Mamba2
-from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.params.source import CheckpointNames, NextLayer
 
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS = "mamba", "attention", "mlp", "moe"
 # Kinds of layers as transformers 4 and 5 name them, and the letters of a `hybrid_override_pattern` -> kind.
@@ -83,6 +83,7 @@ class NemotronHForCausalLM(Decoder):
             for module, new in (("embeddings", "embed_tokens"), ("norm_f", "norm"), ("layers", "layers"))
         ),
         squeezed=(".conv1d.weight",),
+        next_layer=NextLayer((("mtp.layers.{}.", ""),), norm="final_layernorm", normed=True, count=2),
     )
 
     @classmethod
@@ -107,7 +108,8 @@ class NemotronHForCausalLM(Decoder):
         shared["attention"] = _of_kinds(shared["attention"], kinds, state)
         if EXPERTS in kinds:
             shared["experts"] = replace(_experts(fields, _dense(kinds)), by_layer=sizes)
-        return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+        shared["mlp_bias"] = fields.boolean("mlp_bias", False)
+        return predicting(shared) if EXPERTS in kinds and not sizes and _predicts(fields) else shared
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -194,6 +196,12 @@ def layer_kinds(fields: ConfigFields) -> list[str]:
         number = "" if count is None else f"{count} "
         raise fields.fail(name, f"{number}layers, each one of {', '.join(KINDS)}")
     return [KINDS[kind] for kind in listed]
+
+
+def _predicts(fields: ConfigFields) -> bool:
+    """Return whether attention and experts, a layer each, predict further tokens: no others are read."""
+    listed = fields.value("mtp_hybrid_override_pattern", None) or fields.value("mtp_layers_block_type", None)
+    return isinstance(listed, (list, str)) and [KINDS.get(str(kind)) for kind in listed] == [ATTENTION, EXPERTS]
 
 
 def _read_blocks(fields: ConfigFields) -> tuple[ConfigFields, tuple[tuple[int, int], ...]]:

@@ -1,6 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): Llama with biases on q, k and v. MiMo (Xiaomi 2025,
-arXiv:2505.07608) has these layers, and one that predicts further tokens.
-"""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): Llama with biases on q, k and v."""
 
 from __future__ import annotations
 
@@ -8,22 +6,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import SLIDING, layer_kinds, predicting, windows_by_kind
+from jaxengine.models.config.readers.hf import SLIDING, layer_kinds, windows_by_kind
 from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
-from jaxengine.models.params.source import CheckpointNames, NextLayer
-
-_MIMO = "model.mtp_layers.0."
-_NEXT_LAYER = NextLayer(
-    (
-        (f"{_MIMO}input_proj", "eh_proj"),
-        (f"{_MIMO}token_layernorm", "enorm"),
-        (f"{_MIMO}hidden_layernorm", "hnorm"),
-        (_MIMO, ""),
-    ),
-    norm="final_layernorm",
-    normed=True,
-    hidden_first=True,
-)
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
@@ -53,11 +37,10 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     """Llama with biases on q, k and v, and a sliding window for each layer or none."""
 
     gguf_architecture: ClassVar[str | None] = "qwen2"
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(next_layer=_NEXT_LAYER)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return predicting(gated_fields(fields, windows=read_layer_windows(fields), bias=True))
+        return gated_fields(fields, windows=read_layer_windows(fields), bias=True)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:

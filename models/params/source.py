@@ -44,16 +44,17 @@ class ExpertRows(NamedTuple):
 
 
 class NextLayer(NamedTuple):
-    """Names and parts of the layer that predicts the token after the next (jaxengine.models.layers.next_token).
+    """Names and parts of the layer that predicts the token after the next (jaxengine.models.layers.drafts.next_token).
 
     Attributes:
       names: pairs of the beginning of a stored name and what replaces it after "model.layers.{number}."; without any,
-        the layer is stored as layer `number`, the one after the last.
+        the layer is stored as layer `number`, the one after the last. "{}" in a beginning is an index among `count`.
       norm: name of the norm after the layer.
       normed: whether further tokens are predicted from what this norm returns, rather than from what it gets.
       hidden_first: whether the projection reads the hidden state before the embedding.
       dense: whether it has an MLP although other layers have experts.
       windowed: whether its attention is that of the last layer with a window, rather than of the last with attention.
+      count: number of layers: 2 if attention and experts are a layer each, of which the norm is in the second.
     """
 
     names: tuple[tuple[str, str], ...] = ()
@@ -62,6 +63,12 @@ class NextLayer(NamedTuple):
     hidden_first: bool = False
     dense: bool = False
     windowed: bool = False
+    count: int = 1
+
+    def placed(self, number: int) -> list[tuple[str, str]]:
+        """Return `names` with all that replaces a beginning, for a model of `number` layers."""
+        each = range(self.count)
+        return [(old.format(at), f"model.layers.{number + at}.{new}") for at in each for old, new in self.names]
 
 
 # Of Qwen3-Next, Qwen3.5 and K-EXAONE.
@@ -176,7 +183,7 @@ class CheckpointNames(NamedTuple):
         """Return whether the checkpoint's tensor `stored` belongs to a part that is not read: those of the family, and
         modules named mtp or mtp_..., which predict further tokens, but for those of `next_layer`, whatever the family.
         """
-        if stored.startswith(tuple(old for old, _ in self.next_layer.names)):
+        if stored.startswith(tuple(old for old, _ in self.next_layer.placed(0))):
             return False
         named = f".{stored}"
         return (

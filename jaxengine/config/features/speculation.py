@@ -11,17 +11,17 @@ from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.values import plain, whole_number
 
 if TYPE_CHECKING:
+    from jaxengine.models.config.drafts.draft_heads import DraftHeadConfig
     from jaxengine.models.config.model_config import ModelConfig
-    from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
 
 logger = logging.getLogger(__name__)
 
 NAME = "speculative_config"
 NGRAM, DRAFT_MODEL, MTP, GRAMMAR = "ngram", "draft_model", "mtp", "grammar"
-EAGLE3, DFLASH, DSPARK = "eagle3", "dflash", "dspark"
-METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, DFLASH, DSPARK, GRAMMAR)
+EAGLE, EAGLE3, DFLASH, DSPARK = "eagle", "eagle3", "dflash", "dspark"
+METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE, EAGLE3, DFLASH, DSPARK, GRAMMAR)
 # Methods whose head has a checkpoint of its own, and what errors call it.
-HEADS = {EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head", DSPARK: "a DSpark head"}
+HEADS = {EAGLE: "an EAGLE head", EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head", DSPARK: "a DSpark head"}
 # Names of a model by which earlier vLLM versions chose the method "ngram".
 _NGRAM_MODELS = (NGRAM, f"[{NGRAM}]")
 # vLLM's earlier names of the method "mtp", one for each family.
@@ -69,9 +69,9 @@ class SpeculativeConfig:
 
     Attributes:
       method: "ngram", which looks the last tokens up among earlier ones; "draft_model", a smaller model; "mtp", the
-        layer of a checkpoint that predicts the token after the next; "eagle3", "dflash" and "dspark", a head with
-        its own checkpoint that reads the model's hidden states, and drafts one token after another or all at once; or
-        "grammar", which proposes only tokens that a grammar leaves no choice of. The other methods do that, too.
+        layer of a checkpoint that predicts the token after the next; "eagle", "eagle3", "dflash" and "dspark", a head
+        with its own checkpoint that reads the model's hidden states, and drafts one token after another or all at once;
+        or "grammar", which proposes only tokens that a grammar leaves no choice of. The other methods do that, too.
       num_speculative_tokens: limit of drafts of a request per step, 1 to 15.
       prompt_lookup_max: most tokens that an n-gram lookup compares; prompt_lookup_min: fewest. One defaults to the
         other; without either 3 and 2.
@@ -169,7 +169,7 @@ class SpeculativeConfig:
     @property
     def reads_next_tokens(self) -> bool:
         """Whether the drafter reads, next to the model's hidden state of each token, the token that came after it."""
-        return self.method in (MTP, EAGLE3)
+        return self.method in (MTP, EAGLE, EAGLE3)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ def check_head(method: str, head: DraftHeadConfig, model: ModelConfig) -> None:
         what = f"has a vocabulary of {head.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
     elif model.num_streams > 1:
         what = f"reads one hidden state of a token, and {model.architecture} has {model.num_streams}"
-    elif list(head.streams) != sorted(set(head.streams)) or not 0 <= head.streams[0] <= head.streams[-1] <= last:
+    elif list(head.streams) != sorted(set(head.streams)) or not all(0 <= each <= last for each in head.streams):
         what = f"reads hidden states after {list(head.streams)} layers, and {model.architecture} has {last} layers"
     else:
         return
@@ -317,9 +317,6 @@ def _method(model: Any, method: Any) -> str:
     model, method: the fields as given; None if they are not. Raises ConfigError for an unknown method, for neither
     method nor model, and for a method that needs a model without one.
     """
-    if method == "eagle":
-        problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"
-        raise ConfigError.because(NAME, problem, f"give an EAGLE-3 head of the model with method={EAGLE3!r}")
     if model is not None and method is None:
         method = NGRAM if model in _NGRAM_MODELS else DRAFT_MODEL
     method = _ALIASES.get(method, method) if isinstance(method, str) else method

@@ -27,7 +27,7 @@ _PROGRAMS = (
     "jaxengine.runner.extensions.build",
     "jaxengine.runner.extensions.drafts.programs",
     "jaxengine.runner.executables.cache",
-    "jaxengine.models.layers.next_token",
+    "jaxengine.models.layers.drafts.next_token",
     "jaxengine.models.layers.exact",
 )
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a statement that contain statements

@@ -149,7 +149,7 @@ def read_weights(
       mapping: maps names of tensors in `params` to Hugging Face names. Names that are not in it are used unchanged.
       strict: whether every weight must be given. Otherwise a weight of which no tensor is given stays as it is.
       donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
-      target: "model", or "draft" for the weights of a draft model, an MTP layer or an EAGLE-3 head.
+      target: "model", or "draft" for the weights of a draft model, an MTP layer or a head.
       chunk_bytes: bytes of a tensor that are copied to host memory at a time; see `LLM.update_weights`.
       stop: called before each tensor of a folder or GGUF file; True ends the update with WeightUpdateError.
 
@@ -295,7 +295,7 @@ def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
     chosen = runner.config.speculative_config
     if chosen is None or not chosen.has_model:
         what = "no drafts" if chosen is None else f"the method {chosen.method!r}"
-        text = f"target is 'draft', and the engine has {what}; it needs a draft model, an MTP layer or an EAGLE-3 head"
+        text = f"target is 'draft', and the engine has {what}; it needs a draft model, an MTP layer or a head"
         raise RequestError(text, param="target", value=target)
     drafter: Any = runner.stages[-1].extensions["drafts"]
     return [_Stage(drafter.programs.model, drafter.programs.target.mesh, drafter.params)]
@@ -344,7 +344,7 @@ def _of_folder(
 
 
 def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
-    """Return the selection of tensors for an MTP layer or EAGLE-3 head, whose abstract model is in `stage`; None for a
+    """Return the selection of tensors for an MTP layer or a head, whose abstract model is in `stage`; None for a
     draft model. strict: whether all of its weights must be given.
     """
     from jaxengine.config.features.speculation import DRAFT_MODEL

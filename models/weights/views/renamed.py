@@ -61,18 +61,18 @@ class NamedSource(WrappedSource):
 
 class NextTokenSource(NamedSource):
     """View of a model's checkpoint with only the tensors of its next-token layer, without those that the model lends
-    it, as tensors of layer `number`. layer: CheckpointNames.next_layer.
+    it, as tensors of layer `number` and, if it is several, those after it. layer: CheckpointNames.next_layer.
     """
 
     def __init__(self, source: WeightSource, number: int, layer: NextLayer):
-        prefix = f"model.layers.{number}."
+        places, pairs = [f"model.layers.{number + at}." for at in range(layer.count)], layer.placed(number)
 
         def name_of(stored: str) -> str | None:
-            found = (prefix + new + stored.removeprefix(old) for old, new in layer.names if stored.startswith(old))
-            name = next(found, stored)
-            own = name.removeprefix(prefix)
-            is_lent = own.startswith(("embed_tokens.", "shared_head.")) and not own.startswith(layer.norm)
-            return None if own == name or is_lent else name
+            name = next((new + stored.removeprefix(old) for old, new in pairs if stored.startswith(old)), stored)
+            own = next((name.removeprefix(place) for place in places if name.startswith(place)), None)
+            if own is None or (own.startswith(("embed_tokens.", "shared_head.")) and not own.startswith(layer.norm)):
+                return None
+            return name
 
         super().__init__(source, name_of)
 

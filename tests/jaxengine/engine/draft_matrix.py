@@ -36,8 +36,8 @@ from tests.fast_compile import fast_compile
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_eagle3 import write
 from tests.jaxengine.engine.test_speculation import assert_same, force, forced_workload, make_folder, workload
-from tests.models.layers.test_dflash import method_of
-from tests.models.layers.test_dflash import read as read_dflash
+from tests.models.layers.drafts.test_dflash import method_of
+from tests.models.layers.drafts.test_dflash import read as read_dflash
 from tests.sharding.parallel_cases import OPTIONS
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -81,6 +81,12 @@ def _next_token(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, An
     return {"model": str(folder), "skip_tokenizer_init": True}, {"method": "mtp"}
 
 
+def _eagle(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    about = json.loads((FOLDER / family / "eagle.json").read_text())
+    raw = about["config"] | {"architectures": ["LlamaForCausalLM"], "qkv_bias": family == "qwen3"}
+    return _family(family, {"method": "eagle", "model": write(folder / "head", raw, draw_all(about["shapes"]))})
+
+
 def _eagle3(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
     about = json.loads((FOLDER / family / "eagle3.json").read_text())
     with np.load(FOLDER / family / "eagle3.npz") as golden:
@@ -93,10 +99,10 @@ def _dflash(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return _family(family, {"method": method_of(raw), "model": write(folder / "head", raw, tensors)})
 
 
-# Families whose checkpoints have a layer that predicts further tokens; Qwen2 with one is MiMo.
+# Families whose checkpoints have a layer that predicts further tokens.
 PREDICTING = (
-    *("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5", "qwen2_untied", "mimo_v2_flash"),
-    *("exaone_moe", "hy_v3", "pangu_ultra", "bailing_hybrid"),
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5", "mimo", "mimo_v2_flash"),
+    *("exaone_moe", "hy_v3", "pangu_ultra", "bailing_hybrid", "nemotron_h_latent"),
 )
 # What is served and what drafts, by name; a function of an empty folder.
 SETS = {
@@ -113,6 +119,8 @@ SETS = {
     "draft_model llama for mamba2": lambda folder: _draft_model("mamba2", "llama"),
     "draft_model gemma2 for llama": lambda folder: _draft_model("llama", "gemma2"),
     **{f"mtp {family}": partial(_next_token, family=family) for family in PREDICTING},
+    "eagle llama": lambda folder: _eagle(folder, "llama"),
+    "eagle qwen3": lambda folder: _eagle(folder, "qwen3"),
     "eagle3 llama": lambda folder: _eagle3(folder, "llama"),
     "eagle3 qwen3": lambda folder: _eagle3(folder, "qwen3"),
     "dspark llama": lambda folder: _dflash(folder, "llama"),

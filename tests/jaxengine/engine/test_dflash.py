@@ -25,8 +25,8 @@ from tests.jaxengine.engine.test_eagle3 import write
 from tests.jaxengine.engine.test_logprobs import assert_scored_as_recorded
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
 from tests.models.conftest import load_recorded
-from tests.models.layers.test_dflash import loaded, read
-from tests.models.layers.test_eagle3 import NUM_PAGES, PAGE_SIZE, one_sequence, pool_of
+from tests.models.layers.drafts.test_dflash import loaded, read
+from tests.models.layers.drafts.test_eagle3 import NUM_PAGES, PAGE_SIZE, one_sequence, pool_of
 from tests.sharding.parallel_cases import OPTIONS
 
 NUM_DRAFTS, NUM_TOKENS = 2, 15

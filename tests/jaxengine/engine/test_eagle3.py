@@ -22,7 +22,7 @@ from jaxengine.check.model.programs import open_stages
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.speculation import EAGLE3, check_head
-from jaxengine.models.config.readers.eagle3 import Eagle3Config
+from jaxengine.models.config.drafts.eagle3 import Eagle3Config
 from jaxengine.models.registry import read_hf
 from jaxengine.runner.weights.weight_names import WeightUpdateError
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
@@ -261,7 +261,7 @@ def test_families(family, tmp_path, executables_dir):
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ({"method": "eagle", "model": "x"}, "EAGLE 1 or 2, which are not built; give an EAGLE-3 head of the model"),
+        ({"method": "eagle"}, "eagle' without a model; name it in speculative_config.model"),
         ({"method": "eagle3"}, "eagle3' without a model; name it in speculative_config.model"),
         ({"method": "eagle3", "model": "x", "prompt_lookup_max": 3}, "'eagle3' has no prompt_lookup_max"),
         ({"method": "eagle3", "model": "x", "streams": "2"}, "streams is '2'; allowed: whole numbers, or nothing"),

@@ -15,7 +15,7 @@ from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_eagle3 import attending, write
 from tests.jaxengine.engine.test_next_token import TINY as MTP_MODEL
 from tests.jaxengine.engine.test_speculation import force
-from tests.models.layers.test_dflash import read as read_head
+from tests.models.layers.drafts.test_dflash import read as read_head
 from tests.sharding.parallel_cases import OPTIONS
 from tests.tables import each_row
 

@@ -64,7 +64,7 @@ def test_mimo_as_published():
 
 def test_layers_after_the_last_that_predict_tokens_are_not_read():
     """Whatever the family, as transformers and vLLM have it; MiniMax-M2's configuration calls them modules."""
-    names = "hy_v3", "bailing_moe", "sarvam_mla", "axk1", "kimi_linear", "llama"
+    names = "bailing_moe", "sarvam_mla", "axk1", "kimi_linear", "llama"
     for name, field in *((name, "num_nextn_predict_layers") for name in names), ("minimax_m2", "num_mtp_modules"):
         config, own = read_hf(recorded(name, **{field: 3})), read_hf(recorded(name, **{field: None}))
         assert (config.num_unread_layers, own.num_unread_layers) == (3, 0), name
@@ -72,6 +72,18 @@ def test_layers_after_the_last_that_predict_tokens_are_not_read():
     names = model_for_hf("Exaone4_5_ForConditionalGeneration").checkpoint_names
     unread = ("mtp.fc.weight", "model.mtp_layers.0.mlp.up_proj.weight", "model.language_model.mtp.norm.weight")
     assert all(map(names.is_unused, unread)) and not names.is_unused("model.layers.0.mtpx.weight")
+
+
+def test_layers_after_the_last_that_predict_tokens_are_read_for_drafts():
+    """Those of families that say how they are stored; MiMo-V2-Flash's configuration does not say that there is one."""
+    for name in ("hy_v3", "exaone_moe", "pangu_ultra", "mimo", "bailing_linear", "nemotron_h_latent"):
+        config = read_hf(recorded(name, num_nextn_predict_layers=2))
+        assert (config.num_unread_layers, config.num_nextn_predict_layers) == (0, 2), name
+    assert read_hf(recorded("mimo_v2_flash")).num_nextn_predict_layers == 1
+    pattern = {"mtp_layers_block_type": None, "num_nextn_predict_layers": 1}
+    for kinds, read in (("*E", 1), ("*-", 0), ("*EE", 0), (None, 0)):
+        config = read_hf(recorded("nemotron_h_latent", mtp_hybrid_override_pattern=kinds, **pattern))
+        assert (config.num_unread_layers, config.num_nextn_predict_layers) == (1 - read, read), kinds
 
 
 def test_step_as_published():
@@ -177,7 +189,7 @@ def test_spellings_of_hub_rows():
         {"attention_kv_lora_dim": "kv_lora_rank", "num_dense_layers": "first_k_dense_replace"},
     )
     assert read_hf({names.get(key, key): value for key, value in raw.items()}) == read_hf(raw)
-    assert read_hf(recorded("pangu_ultra", num_mtp_layers=1)) == replace(read_hf(raw), num_unread_layers=1)
+    assert read_hf(recorded("pangu_ultra", num_mtp_layers=1)) == replace(read_hf(raw), num_nextn_predict_layers=1)
     assert read_hf(recorded("step3", moe_layers_enum=[1, 2])) == read_hf(recorded("step3", moe_layers_enum=None))
     raw, wrapped = recorded("step3"), {"architectures": ["Step3VLForConditionalGeneration"], "vision_config": {}}
     text = {key: value for key, value in raw.items() if key != "architectures"}
@@ -212,7 +224,7 @@ def test_ling_3_as_published():
     assert [layer.mlp.activation == ThenClamped(7.0) for layer in model.layers[1:]] == [False, True]
     own = read_hf(recorded("bailing_linear", num_hidden_layers=5, num_nextn_predict_layers=1))
     assert [each.state is None for each in own.attention] == [False, False, True, True, True]
-    assert own.num_unread_layers == 1 and rope_of(own, 0).rotary_dim == 8
+    assert own.num_nextn_predict_layers == 1 and rope_of(own, 0).rotary_dim == 8
 
 
 def test_decilm():

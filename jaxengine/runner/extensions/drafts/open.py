@@ -17,6 +17,7 @@ from jaxengine.config.features.speculation import (
     DFLASH,
     DRAFT_MODEL,
     DSPARK,
+    EAGLE,
     EAGLE3,
     HEADS,
     MTP,
@@ -26,21 +27,24 @@ from jaxengine.config.features.speculation import (
     check_layer,
 )
 from jaxengine.models.build import Build
+from jaxengine.models.config.drafts.draft_heads import DraftHeadConfig
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.dflash import DFlashSource
-from jaxengine.models.layers.draft_head import DraftHeadSource
-from jaxengine.models.layers.eagle3 import Eagle3Source
+from jaxengine.models.layers.drafts.dflash import DFlashSource
+from jaxengine.models.layers.drafts.draft_head import DraftHeadSource
+from jaxengine.models.layers.drafts.eagle import EagleSource
+from jaxengine.models.layers.drafts.eagle3 import Eagle3Source
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.registry import (
     build_dflash,
+    build_eagle,
     build_eagle3,
     build_model,
     build_next_token,
     model_for_hf,
     read_dflash,
+    read_eagle,
     read_eagle3,
     read_next_token,
 )
@@ -69,6 +73,7 @@ class HeadKind(NamedTuple):
 
 
 HEAD_KINDS: dict[str, HeadKind] = {
+    EAGLE: HeadKind(read_eagle, build_eagle, EagleSource, HeadPrograms),
     EAGLE3: HeadKind(read_eagle3, build_eagle3, Eagle3Source, HeadPrograms),
     DFLASH: HeadKind(read_dflash, build_dflash, DFlashSource, BlockPrograms),
     DSPARK: HeadKind(partial(read_dflash, method=DSPARK), build_dflash, DFlashSource, BlockPrograms),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxengine.models.layers.draft_head import EMBEDDING, LM_HEAD
+from jaxengine.models.layers.drafts.draft_head import EMBEDDING, LM_HEAD
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
@@ -27,7 +27,9 @@ class HeadTensors:
         self._head, self._model, self._params, self._partial = head, model, params, partial
         self._kind = HEAD_KINDS.get(method)  # None for MTP
         self._layer = type(model).checkpoint_names.next_layer
-        self._beginnings = f"model.layers.{model.config.num_layers}.", *(old for old, _ in self._layer.names)
+        number = model.config.num_layers
+        places = (f"model.layers.{number + at}." for at in range(self._layer.count))
+        self._beginnings = *places, *(old for old, _ in self._layer.placed(number))
 
     def wanted(self, name: str) -> bool:
         """Whether a tensor of this name may belong to the head: any name for a head with a checkpoint of its own, names

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.readers.draft_heads import (
+from jaxengine.models.config.drafts.draft_heads import (
     SPECULATORS,
     DraftHeadConfig,
     check_numbers,
     joined_fields,
     vocabulary_of,
 )
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.readers.hf import hf_architecture
 
 DFLASH, DSPARK, _LAYER_CLASS = "dflash", "dspark", "Qwen3ForCausalLM"

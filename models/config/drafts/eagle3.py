@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.draft_heads import (
+from jaxengine.models.config.drafts.draft_heads import (
     SPECULATORS,
     DraftHeadConfig,
     check_numbers,
     joined_fields,
     vocabulary_of,
 )
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import hf_architecture
 
 # Class that has the head's layer, by the name of the head without the "Eagle3" that authors, SpecForge and vLLM add to

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.readers.dflash import DFlashConfig
-from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
+from jaxengine.models.config.drafts.dflash import DFlashConfig
+from jaxengine.models.config.drafts.draft_heads import DraftHeadConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.base.embedding import Embedding, vocab_source
@@ -31,7 +31,7 @@ from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.decoder_step import DecoderStep
-from jaxengine.models.layers.draft_head import LM_HEAD, DraftHead, DraftHeadSource
+from jaxengine.models.layers.drafts.draft_head import LM_HEAD, DraftHead, DraftHeadSource
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.pallas_kernels.kv.pages import KVPages

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.readers.eagle3 import Eagle3Config
+from jaxengine.models.config.drafts.eagle3 import Eagle3Config
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.draft_head import DraftHead, DraftHeadSource
+from jaxengine.models.layers.drafts.draft_head import DraftHead, DraftHeadSource
 from jaxengine.models.params.declare import Source
 from jaxengine.pallas_kernels.kv.pages import KVPages
 

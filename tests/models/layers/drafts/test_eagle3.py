@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.cache import pool_spec
+from jaxengine.models.config.drafts.eagle3 import head_fields
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.readers.eagle3 import head_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.base.section import Capture
-from jaxengine.models.layers.eagle3 import Eagle3Source
+from jaxengine.models.layers.drafts.eagle3 import Eagle3Source
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_eagle3, read_eagle3
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint

@@ -40,8 +40,9 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
         form_of_next = family.checkpoint_names.next_layer
 
         def __init__(self, config: ModelConfig, build: Build):
-            number, size, eps = config.num_layers - 1, config.hidden_size, config.rms_norm_eps
-            stage = Stage(number, number + 1, is_first=False, is_last=False)
+            count, size, eps = config.num_layers, config.hidden_size, config.rms_norm_eps
+            number, last = count - self.form_of_next.count, f"model.layers.{count - 1}"
+            stage = Stage(number, count, is_first=False, is_last=False)
             super().__init__(config, replace(build, stage=stage))
             name = f"model.layers.{number}"
             self.embed_norm = self.norm_class(size, eps, source=f"{name}.enorm", build=build)
@@ -49,7 +50,7 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             # Stored plain, whatever the storage of other products.
             plain, source = replace(build, scheme=PLAIN), Source(f"{name}.eh_proj", size)
             self.joined = Linear(2 * size, (source,), axes=("latent", "embed"), build=plain)
-            self.head_norm = self.norm_class(size, eps, source=f"{name}.{self.form_of_next.norm}", build=build)
+            self.head_norm = self.norm_class(size, eps, source=f"{last}.{self.form_of_next.norm}", build=build)
 
         def read(self, hidden: jax.Array) -> jax.Array:
             """Return the model's hidden states [T, D] after its final norm, in the form that this layer takes:
@@ -92,7 +93,9 @@ def with_next_layer(config: ModelConfig, layer: NextLayer) -> ModelConfig:
     further next-token layers.
     """
     likely = [each for each in config.attending if each.window is not None or not layer.windowed]
-    attention, experts = (*config.attention, (likely or config.attending)[-1]), config.experts
+    own, experts = (likely or config.attending)[-1], config.experts
+    further = [replace(own, mixer_only=False, feed_forward_only=True)] * (layer.count - 1)
     if layer.dense and experts is not None:
         experts = replace(experts, dense_layers=(*experts.dense_layers, config.num_layers))
+    attention = *config.attention, own, *further
     return replace(config, attention=attention, experts=experts, num_nextn_predict_layers=0, tower=None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.readers.draft_heads import DraftHeadConfig
+from jaxengine.models.config.drafts.draft_heads import DraftHeadConfig
 from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_source
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm

@@ -12,15 +12,15 @@ import pytest
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.drafts.dflash import DFLASH, DSPARK, head_fields
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.readers.dflash import DFLASH, DSPARK, head_fields
-from jaxengine.models.layers.dflash import DFlashSource
+from jaxengine.models.layers.drafts.dflash import DFlashSource
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_dflash, read_dflash
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
-from tests.models.layers.test_eagle3 import TOLERANCE, one_sequence, pool_of, write
+from tests.models.layers.drafts.test_eagle3 import TOLERANCE, one_sequence, pool_of, write
 from tests.tables import each_row
 
 FIRST = 7

@@ -1,0 +1,1 @@
+"""Configurations of heads that draft from a model's hidden states."""

@@ -1,0 +1,1 @@
+"""Layers and heads that draft from a model's hidden states."""
