@@ -296,10 +296,8 @@ def reads_messages(folder: Path, *, parts: bool = False) -> bool:
 
 
 def _read_transformer(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return (name, content) of the file with the input's settings, the first of TRANSFORMER that exists; {} without
-    one.
-
-    Raises ModelFileError for an invalid file.
+    """Return (name, content) of the file with the input's settings, the first of TRANSFORMER that exists; without one
+    the first name, and {}. Raises ModelFileError for an invalid file.
     """
     file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
     return file, read_object(folder, file) or {}

@@ -58,6 +58,7 @@ class FleetOutcome:
     """Result of a fleet's run.
 
     Attributes:
+      trace, options, router: what was run; the router by its name.
       first_token, mean_interval, e2e: seconds as in `Outcome`, one for each request that ended, in order of their ends.
       seconds: from the first arrival to the last end.
       failed: number of requests whose replica died after their first token.
@@ -65,6 +66,8 @@ class FleetOutcome:
       refused: messages of requests that engines refused.
       queued: f64[num_replicas], mean over time of the requests of each replica and its successors.
       busy: f64[num_replicas], seconds in which the devices of each replica and its successors computed.
+      num_output_tokens, num_steps, num_preemptions, num_prefix_queries, num_prefix_hits: totals over all replicas; the
+        last two in tokens, as in `Outcome`.
       num_published: number of page digests that replicas published as new or gone.
       router_seconds: median real time of a choice of the router on this machine.
       cpu_seconds: CPU time of the simulation on this machine.

@@ -216,8 +216,8 @@ def _checked_message(message: Any, where: str, joint: str | None) -> Message:
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:
     """Check the tool_calls of an earlier answer and return them as a list; None for None or an empty list.
 
-    Each call must be a mapping with a text function.name. Its arguments must be a text, a mapping or missing. where:
-    path of the message in errors. Raises RequestError otherwise.
+    Each call must be a mapping with a text function.name. Its arguments must be a text, a mapping, [], None or missing.
+    where: path of the message in errors. Raises RequestError otherwise.
     """
     if not calls and (calls is None or isinstance(calls, (list, tuple))):
         return None
@@ -228,9 +228,9 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
         place = f"{where}.tool_calls[{number}].function"
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _refused(f"{place}.name is missing or not a string", call)
-        if not isinstance(function.get("arguments") or "", (str, Mapping)):
-            text = f"{place}.arguments must be a text or an object, got {kind(function['arguments'])}"
-            raise _refused(text, function["arguments"])
+        given = function.get("arguments")
+        if given not in (None, []) and not isinstance(given, (str, Mapping)):  # PHP writes [] for {}
+            raise _refused(f"{place}.arguments must be a text or an object, got {kind(given)}", given)
     return list(calls)
 
 

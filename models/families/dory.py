@@ -52,7 +52,7 @@ _ROPES = {
 
 
 class Factors(nnx.Module):
-    """Learned factors of elements, stored under `source` as multiples of 1 / `scale`.
+    """Learned factors of elements: `scale` times the numbers that are stored under `source`.
 
     group: number of neighbouring elements that devices do not split. axis: logical axis of the elements.
     """
@@ -149,7 +149,7 @@ class DoryBlock(nnx.Module):
             return self._mixed(x, self.mlp(x, step.rows), 1), kv
 
     def _mixed(self, x: jax.Array, result: jax.Array, part: int) -> jax.Array:
-        """Return x [T, D], moved towards the `result` of its attention (part 0) or MLP (part 1) at its rate."""
+        """Return x + |rate| * (unit(result) - x), [T, D], for the result of x's attention (part 0) or MLP (part 1)."""
         rate, y = jnp.abs(self.rates[part]()), x.astype(jnp.float32)
         return (y + rate * (unit(result).astype(jnp.float32) - y)).astype(x.dtype)
 

@@ -56,8 +56,8 @@ class Lfm2VlTowerConfig(VitTowerConfig):
 def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
     """Return the tower's configuration from a config.json.
 
-    Raises ModelConfigError for wrong fields, and if the number of learned positions is not a square, or a block of
-    attention's queries is not a whole number of squares of patches.
+    Raises ModelConfigError for wrong fields, and unless the number of learned positions is a square and
+    `downsample_factor` (default: 2) is 1, 2, 4 or 8.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", _SIGLIP2) != _SIGLIP2:

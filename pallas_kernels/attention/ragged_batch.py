@@ -39,6 +39,17 @@ class AttentionSpec:
       num_q_heads, num_kv_heads: query heads N, and the KV heads K that they share.
       head_dim, v_head_dim: elements of a key H, and of a value Hv.
       sm_scale: factor of the products of queries and keys.
+      window: a token sees keys less than `window` positions away; None for all.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap); None for none.
+      causal: a token sees no key after its own.
+      chunk: a token sees the keys from the last multiple of `chunk` on, a window that restarts; None for all.
+      lookback: number of chunks before a token's own whose keys it sees, too.
+      values_in_keys: a key begins with its value, which is read there.
+      has_slopes: logits fall with the distance of a key, by the slope of their head.
+      mutual: of later keys (kv_limits), a token sees only those of tokens that see later keys, too.
+      has_sinks: each head has a logit that takes a share of the softmax and adds no value.
+      bias_extent: each token and head has a number for each distance of a key below this; 0 for none.
+      paged: without `causal`, keys of earlier steps count, too, which are in pages.
     """
 
     num_q_heads: int
@@ -46,17 +57,17 @@ class AttentionSpec:
     head_dim: int
     v_head_dim: int
     sm_scale: float
-    window: int | None = None  # a token sees keys less than `window` positions away; None = all
-    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
-    causal: bool = True  # a token sees no key after its own
-    chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
-    lookback: int = 0  # chunks before it, whose keys a token sees, too
-    values_in_keys: bool = False  # a key begins with its value, which is read there
-    has_slopes: bool = False  # logits fall with the distance of a key, by the slope of their head
-    mutual: bool = False  # of later keys (kv_limits), a token sees only those of tokens that see later keys, too
-    has_sinks: bool = False  # each head has a logit that takes a share of the softmax and adds no value
-    bias_extent: int = 0  # each token and head has a number for each distance of a key below this; 0 = none
-    paged: bool = False  # without `causal`: keys of earlier steps count, too, which are in pages
+    window: int | None = None
+    soft_cap: float | None = None
+    causal: bool = True
+    chunk: int | None = None
+    lookback: int = 0
+    values_in_keys: bool = False
+    has_slopes: bool = False
+    mutual: bool = False
+    has_sinks: bool = False
+    bias_extent: int = 0
+    paged: bool = False
 
     @property
     def stored_width(self) -> int:

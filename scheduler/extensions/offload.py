@@ -319,9 +319,9 @@ class RankOffload(RankExtension):
     def take(self, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """Allocate pages for these keys, register them under the keys, and return (key, page) of each.
 
-        Their content must be written before the next step is scheduled. Keys that the pool already has are left out,
-        and so are the last ones if too few pages are free. prefix: keys of the prefix that they belong to; its pages
-        are not reused for the new ones, and count as the most recently used.
+        Nothing holds them: their content must be written before the next step is scheduled. Keys that the pool already
+        has are left out, and so are the last ones if too few pages are free. prefix: all keys of the prefix that they
+        are part of; its pages are not reused for the new ones, and count as the most recently used.
         """
         pool = self._tables.pool
         cached = [page for key in prefix if (page := pool.find(key)) is not None]

@@ -245,7 +245,8 @@ def _connect(scheme: str, host: str, port: int, options: MediaOptions, until: fl
 
     All addresses must be public, unless options.allowed_media_domains lists the host and it is an IP address. until:
     deadline in time.monotonic seconds, also of later reads. Raises MediaError for a host that is unknown or not
-    allowed, OSError if no address answers, TimeoutError after the deadline.
+    allowed, and for an unusable proxy or one that refuses; OSError if no address answers, TimeoutError after the
+    deadline.
     """
     named = host in options.allowed_media_domains and is_address(host)
     found = look_up(host, port, until)

@@ -84,8 +84,9 @@ class OvisProcessor(Ovis2Processor):
         return [self._fitted(part) for part in parts], (rows, columns)
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the (rows, columns) of the fewest tiles that keep 0.9 of an image's area when each is reduced to the
-        side of the tower's square, or of those that keep most of it. height, width: of the image in pixels.
+        """Return the (rows, columns) of the fewest tiles, `least` to `most`, that keep more than 0.9 of an image's area
+        when each is reduced to the side of the tower's square, or of those that keep most of it; (1, 1) for an image of
+        too few pixels. height, width: of the image in pixels.
         """
         listed = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
         listed = [(rows, columns) for rows, columns in listed if rows <= height and columns <= width] or [(1, 1)]

@@ -36,8 +36,8 @@ class RequiredToolParser:
         self._progress = Progress.MORE
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. Text before or after a valid list of
-        calls is content; text after invalid arguments belongs to them.
+        """Read a piece of the output; return the events that are certain by now. Text after a list of calls is content,
+        and so is all of an output that does not begin with one; text after invalid arguments belongs to them.
         """
         at = 0
         if self._progress is Progress.MORE:

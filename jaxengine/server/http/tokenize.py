@@ -119,7 +119,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Return, as `prompt`, the text of token ids, special tokens included. Raises RequestError for more than
         MAX_DETOKENIZE ids, for ids outside the vocabulary and without a tokenizer; ApiError (404) for an unknown model;
-        OverloadedError.
+        OverloadedError, EngineDeadError.
         """
         await choose_model(engine, body.model, names)
         check_detokenize("tokens", body.tokens, inputs)

@@ -28,8 +28,8 @@ def inputs_of(source: Any, config: ResolvedConfig, index: int = 0) -> InputProce
 
     source: what `packed_source` made; its files must be on this machine under the same path. config: the engine's.
     Loads the plugins, and reads the tokenizer, the chat template and control vectors from disk, which takes a long
-    time. The model's configuration is the engine's. Raises ConfigError and ModelFileError for plugins and files that
-    cannot be used here.
+    time. The model's configuration is the engine's. Raises ConfigError, ModelFileError and ModelConfigError for plugins
+    and files that cannot be used here.
     """
     load_plugins(config.plugins)
     opened: InputSource = unpacked(source)

@@ -93,8 +93,8 @@ class RemoteEngine:
     async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
         """Return a client once the engine has answered, however long that takes, and its tokenizer has been opened.
 
-        address: ZeroMQ address of the engine's socket. index: number of this API process. Raises ConfigError and
-        ModelFileError if the tokenizer cannot be opened here.
+        address: ZeroMQ address of the engine's socket. index: number of this API process. Raises the errors of
+        `open_inputs`.
         """
         engine = cls(address, config, index)
         welcome = await engine._welcomed

@@ -164,10 +164,9 @@ def _request_events(
 def _inside(
     taken: Sequence[tuple[str, float, float, int]], first: float, last: float
 ) -> Iterable[tuple[str, float, float, int]]:
-    """Yield the events of `taken` that have a duration, cut so that they lie between `first` and `last`, the request's
-    begin and end in seconds, and do not overlap. Events of which nothing is left are dropped, and so are admissions.
-
-    A preemption lasts until the next admission.
+    """Yield the events of a request (`taken`, a value of `_by_request`'s result), cut so that they lie between `first`
+    and `last`, its begin and end in seconds, and do not overlap. Events of which nothing is left are dropped, and so
+    are admissions. A preemption lasts until the next admission.
     """
     end_before = first
     for index, (name, start, stop, step) in enumerate(taken):

@@ -2,7 +2,8 @@
 
 A few bits name a point, which is four or eight values at once; signs, if the points have none, are stored separately.
 The points were chosen by llama.cpp's author (ggml-common.h) and cannot be computed: grids.bin has them, as
-tests/fixtures/recorders/blocks.py takes them from the `gguf` package. Below, B is the number of blocks of one call.
+tests/fixtures/recorders/blocks.py takes them from the `gguf` package. All blocks but IQ1_M's begin with a float16 that
+multiplies their scales. Below, blocks are u8[B, bytes of a block], B of them in a call.
 """
 
 from __future__ import annotations

@@ -39,19 +39,31 @@ RESERVED_BYTES = 4096  # shared memory for maxima, sinks, barriers, the compiler
 
 
 class Shape(NamedTuple):
-    """Compile-time parameters of the prefill kernel, and the buffer sizes that follow from them."""
+    """Compile-time parameters of the prefill kernel, and the buffer sizes that follow from them.
 
-    spec: AttentionSpec  # of this device's heads
-    num_tokens: int  # tokens of queries and outputs: a multiple of 8, at least block_q
-    page_size: int  # tokens of a page
-    block_q: int  # tokens of a tile
-    dtype: Any  # dtype of queries and outputs
-    kv_dtype: Any  # dtype of the pool
-    num_ctas: int  # of the launch
-    has_sinks: bool  # whether attention sinks are given
-    max_stages: int  # most blocks in shared memory
-    warpgroup_rows: int = WARPGROUP_ROWS  # rows of a tile that a warpgroup computes
-    tensor_memory: bool = False  # whether products are tcgen05's, with sums in tensor memory, as on Blackwell
+    Attributes:
+      spec: of this device's heads.
+      num_tokens: tokens of queries and outputs: a multiple of 8, at least block_q.
+      page_size, block_q: tokens of a page, and of a tile.
+      dtype, kv_dtype: dtype of queries and outputs, and of the pool.
+      num_ctas: CTAs of the launch.
+      has_sinks: whether attention sinks are given.
+      max_stages: most blocks in shared memory.
+      warpgroup_rows: rows of a tile that a warpgroup computes.
+      tensor_memory: whether products are tcgen05's, with sums in tensor memory, as on Blackwell.
+    """
+
+    spec: AttentionSpec
+    num_tokens: int
+    page_size: int
+    block_q: int
+    dtype: Any
+    kv_dtype: Any
+    num_ctas: int
+    has_sinks: bool
+    max_stages: int
+    warpgroup_rows: int = WARPGROUP_ROWS
+    tensor_memory: bool = False
 
     @property
     def tile_rows(self) -> int:

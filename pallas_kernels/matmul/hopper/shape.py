@@ -90,9 +90,13 @@ class Shape:
       rows, size, out: rows of the product, and inputs and outputs of the matrix.
       num_scales: scales along the inputs.
       codes: dtype of the codes, or of a plain matrix.
+      native: codes go into wgmma unconverted.
       has_scales, has_zeros, has_row_scales: whether the matrix has scales and zeros, and the rows scales.
       out_dtype: dtype of the result.
       sizes: sizes of tiles.
+      tiles: tiles of groups' rows, each group with a matrix of its own; 0 where all rows share one.
+      tensor_memory: a Blackwell card, with sums in tensor memory.
+      gating: activation of gates and ups, `out` of each; None for a plain product.
     """
 
     rows: int
@@ -100,15 +104,15 @@ class Shape:
     out: int
     num_scales: int
     codes: Any
-    native: bool  # codes go into wgmma unconverted
+    native: bool
     has_zeros: bool
     has_row_scales: bool
     out_dtype: Any
     sizes: HopperProducts
-    tiles: int = 0  # tiles of groups' rows, each group with a matrix of its own; 0 where all rows share one
+    tiles: int = 0
     has_scales: bool = True
-    tensor_memory: bool = False  # a Blackwell card, with sums in tensor memory
-    gating: Gating | None = None  # activation of gates and ups, `out` of each; None for a plain product
+    tensor_memory: bool = False
+    gating: Gating | None = None
 
     @property
     def tile_rows(self) -> int:

@@ -245,6 +245,10 @@ def test_an_answer_may_be_empty():
         ([{"role": "user", "content": "x", "extra": float("nan")}], "JSON values only, got float"),
         ([{"role": "user", "content": "x", "extra": nested(MAX_DEPTH + 1)}], "nested deeper"),
         ([{"role": "user", "content": "x", 3: "y"}], "texts as keys"),
+        *[
+            ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}], text)
+            for given, text in ((0, "object, got int"), (False, "object, got bool"), ([1], "object, got list"))
+        ],
     ],
 )
 def test_messages_that_are_refused(chatml, messages, message):
@@ -257,6 +261,9 @@ def test_a_message_with_tool_calls_needs_no_content(chatml):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
     text = chatml.apply_chat_template([call], chat_template="{{ messages[0] | tojson }}")
     assert json.loads(text) == {"role": "assistant", "tool_calls": call["tool_calls"]}
+    for empty in ({}, {"arguments": None}, {"arguments": []}, {"arguments": ""}):
+        other = {**call, "tool_calls": [{"function": {"name": "now", **empty}}]}
+        assert chatml.apply_chat_template([other], chat_template="{{ messages[0] | tojson }}") == text
     with pytest.raises(RequestError, match="the last message has no text") as refusal:
         chatml.apply_chat_template([call], add_generation_prompt=False, continue_final_message=True)
     assert refusal.value.param == "continue_final_message"

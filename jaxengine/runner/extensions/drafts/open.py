@@ -154,8 +154,8 @@ def _open_head(method: str, config: EngineConfig, model: ModelConfig) -> ModelSo
     """Open the head of a method that `config.model` names, for at most max_model_len positions, with its weights as
     stored; without weights for load_format "dummy".
 
-    model: config of the target model. Raises ConfigError for a file in place of a folder, and for an embedding of the
-    mask in a file of its own; ModelFileError for missing or invalid files.
+    model: config of the target model. Raises the errors of `_find_folder`, ConfigError for an embedding of the mask in
+    a file of its own, and ModelFileError for missing or invalid files.
     """
     path = _find_folder(config, HEADS[method])
     if (path / _MASK_FILE).exists():
@@ -171,8 +171,8 @@ def _open_layer(config: EngineConfig, model: ModelConfig) -> ModelSource:
     """Open the checkpoint that `config.model` names, of which only the next-token layer is read; without weights for
     load_format "dummy".
 
-    model: config of the target model. Raises ConfigError for a file in place of a folder, and ModelFileError for
-    missing or invalid files.
+    model: config of the target model. Raises the errors of `_find_folder`, and ModelFileError for missing or invalid
+    files.
     """
     path = _find_folder(config, "a model with a next-token layer")
     draft = read_next_token(path, model)
@@ -188,7 +188,7 @@ _OPEN: dict[str, Callable[[EngineConfig, ModelConfig], ModelSource]] = {
 
 def _find_folder(config: EngineConfig, what: str) -> Path:
     """Return the folder that `config.model` names, downloaded if needed. what: name of what it has, for the error.
-    Raises ConfigError for a file in place of a folder.
+    Raises ConfigError for a file in place of a folder, and the errors of `find_model`.
     """
     path = find_model(config)
     if not path.is_dir():

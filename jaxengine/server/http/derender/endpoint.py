@@ -65,7 +65,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(ChatCompletion | DerenderedChatChunk)
     async def derender_chat(body: DerenderChat, request: Request) -> Response:
         """Return the answer of /inference/v1/generate as a chat completion, or an event of its stream as a chunk.
-        Raises RequestError for a body that cannot be read, ApiError (404) for an unknown model, OverloadedError.
+        Raises RequestError for a body that cannot be read, ApiError (404) for an unknown model, OverloadedError,
+        EngineDeadError.
         """
         require(body, "generate_response")
         model, _ = await choose_model(engine, body.model, names)
@@ -76,7 +77,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(Completion | DerenderedCompletionChunk)
     async def derender_completion(body: DerenderCompletion, request: Request) -> Response:
         """Return the answers of /inference/v1/generate, one for each prompt, as a completion, or an event of a stream
-        as a chunk. Raises RequestError for a body that cannot be read, ApiError (404) for an unknown model.
+        as a chunk. Raises the errors of `derender_chat`.
         """
         require(body, "generate_responses")
         model, _ = await choose_model(engine, body.model, names)

@@ -172,7 +172,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(MessageTokens)
     async def count_message_tokens(body: Conversation, request: Request) -> Response:
         """Return, as `input_tokens`, the number of tokens of a conversation, which may exceed the context. Raises
-        RequestError, ApiError (404) for an unknown model, OverloadedError.
+        RequestError, ApiError (404) for an unknown model, OverloadedError, EngineDeadError.
         """
         await choose_model(engine, body.model, names)
         chat = await _read(server, body, request)
