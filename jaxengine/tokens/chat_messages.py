@@ -246,14 +246,14 @@ def _with_objects(call: Message) -> Message:
 
 def _object(arguments: Any) -> Any:
     """Return the arguments of a call as an object. Text is parsed as JSON; truncated JSON gives the complete part.
-    JSON's null becomes an empty object, and text that is not a JSON object becomes {"arguments": text}. Arguments that
-    are not text are returned unchanged.
+    JSON's null and [] become an empty object, and text that is not a JSON object becomes {"arguments": text}. Arguments
+    that are not text are returned unchanged.
     """
     if not isinstance(arguments, str):
         return arguments
     try:
         value = read_cut_json(arguments)
-        value = {} if value is None else plain(value, "messages", _ARGUMENTS_DEPTH)
+        value = {} if value in (None, []) else plain(value, "messages", _ARGUMENTS_DEPTH)
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}

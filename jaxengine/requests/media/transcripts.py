@@ -176,7 +176,7 @@ def cut_segments(tokens: Sequence[int], seek: int, num_frames: int, first_timest
     is 0), unless a single timestamp ends the transcript: then no speech follows, they are the last segment and the next
     window begins after this one. A transcript without pairs is one segment, which ends at its last timestamp or,
     without any, with the window. tokens: tokens of the transcript without the end token. seek: first frame of the
-    window. num_frames: number of frames of the sound in the window.
+    window. num_frames: number of frames of the sound in the window. first_timestamp: the token of 0.00 seconds.
     """
     is_time = [token >= first_timestamp for token in tokens]
     ends = [at + 1 for at in range(len(tokens) - 1) if is_time[at] and is_time[at + 1]]
