@@ -11,10 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def compiler_params(interpret: Any, *semantics: Any, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
-    """Return compiler parameters for `pl.pallas_call(..., interpret=interpret)`, in which bounds are checked only if
-    `interpret` is true.
-
-    The interpreter then raises an error for a read or write out of bounds.
+    """Return compiler parameters for `pl.pallas_call(..., interpret=interpret)`. Only if `interpret` is true, a read or
+    write out of bounds raises an error.
 
     semantics: "parallel" or "arbitrary" for each dimension of the grid; without any, all are "arbitrary".
     vmem_limit_bytes: VMEM that the kernel may use, None for the compiler's default.

@@ -128,14 +128,8 @@ def processor_for(
 ) -> MediaProcessor | None:
     """Return the processor of a checkpoint; None if the model has no tower or it is not used.
 
-    Args:
-      folder: folder of the checkpoint, with its processors' settings.
-      config_json: content of its config.json.
-      model_config: configuration of the model, with its towers.
-      tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer; None without one, in which case prompts are token
-        ids.
-
-    Raises ModelFileError for invalid settings, ModelConfigError for an invalid configuration.
+    folder: of the checkpoint. config_json: content of its config.json. tokenizer: the model's Tokenizer; None if
+    prompts are token ids. Raises ModelFileError for invalid settings, ModelConfigError for an invalid configuration.
     """
     if model_config.tower is None:
         return None
