@@ -88,8 +88,8 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
 
 
 def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each stage whose loaded programs together hold more bytes than planned, by more than
-    TOLERANCE.
+    """Return a sentence for each stage whose loaded programs together hold more bytes than planned, by more than the
+    share TOLERANCE.
 
     Rows that are not steps, or have no "held_bytes", do not count. A stage for which nothing is planned gets no
     sentence.

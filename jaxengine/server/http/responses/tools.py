@@ -110,7 +110,7 @@ class OtherTool(RequestModel):
 
 
 def _kind(tool: Any) -> str | None:
-    """Return a tool's type, "other" for a type that this server cannot run, None without a type."""
+    """Return a tool's type, "other" for one that only OpenAI's server can run, None without a type."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "other" if isinstance(kind, str) and _OTHERS.fullmatch(kind) else kind
 
