@@ -56,7 +56,7 @@ class InputSource:
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
         """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init. It has the
         chat template that tokenizer_mode names, else its own, else the usual one of the model's family, if any, and
-        lower-cases texts if sentence-transformers' files say so.
+        chat_template_content_format. It lower-cases texts if sentence-transformers' files say so.
 
         Raises ModelFileError if its files are missing or invalid.
         """
@@ -72,4 +72,5 @@ class InputSource:
         has_own = tokenizer.chat_template is not None
         if (usual := usual_template(config.tokenizer_mode, self.config.architecture, has_own)) is not None:
             tokenizer.chat_template, tokenizer.dialect = usual.source, usual.dialect
+        tokenizer.content_format = config.chat_template_content_format
         return tokenizer

@@ -145,7 +145,7 @@ class InputProcessor:
             chat_template=chat_template or self.config.chat_template,
             chat_template_kwargs=chat_template_kwargs,
             placeholder=self.media_reader.placeholder,
-            content_format=content_format or self.config.chat_template_content_format,
+            content_format=content_format,
         )
         # The template's text contains the special tokens.
         prompt = {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

@@ -34,7 +34,6 @@ def written(
             [*system, {"role": "user", "content": text}],
             add_generation_prompt=False,
             chat_template=chat_template,
-            placeholder=str,  # so that a template that takes lists of parts gets them
         )
         for text in texts
     ]

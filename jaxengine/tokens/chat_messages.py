@@ -42,9 +42,9 @@ def checked_messages(messages: Any, joint: str | None = None) -> list[Message]:
 
     Keys whose value is None are left out. A content that is a list of text parts becomes one text, joined by `joint`,
     without empty parts. If that is None, a list of several text parts stays a list, for the template may write parts
-    one after the other; one of a single part, or none, becomes a text. A list with parts of MEDIA_TYPES, THINKING or
-    LANGUAGE stays a list. Reasoning under any of REASONING_NAMES is stored under all of them, and a refusal becomes the
-    content where that is missing.
+    one after the other, except in messages of tools, whose texts are joined by line breaks; a list of a single part, or
+    none, becomes a text. A list with parts of MEDIA_TYPES, THINKING or LANGUAGE stays a list. Reasoning under any of
+    REASONING_NAMES is stored under all of them, and a refusal becomes the content where that is missing.
 
     Raises RequestError(param="messages") for invalid messages.
     """
@@ -79,6 +79,12 @@ def lost_instructions(messages: Sequence[Message], text: str) -> bool:
     """
     contents = (_texts(message.get("content")) for message in messages if message["role"] in _INSTRUCTING)
     return any(each.strip() not in text for texts in contents for each in texts or ())
+
+
+def joined_texts(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with a content of several text parts as one text, joined by line breaks."""
+    contents = [(message, _texts(message.get("content")) or ()) for message in messages]
+    return [{**each, "content": "\n".join(texts)} if len(texts) > 1 else each for each, texts in contents]
 
 
 def _texts(content: Any) -> list[str] | None:
@@ -198,10 +204,10 @@ def _checked_message(message: Any, where: str, joint: str | None) -> Message:
     if isinstance(content, (list, tuple)):
         parts = [_checked_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
         texts = [part["text"] for part in parts if "text" in part]
-        if len(texts) < len(parts) or (joint is None and len(parts) > 1):
+        if len(texts) < len(parts) or (joint is None and len(parts) > 1 and role != "tool"):
             content = parts
         else:
-            content = (joint or "").join(filter(None, texts))
+            content = ("\n" if joint is None else joint).join(filter(None, texts))
     elif content is not None and not isinstance(content, str):
         raise _refused(f"{where}.content must be a text or a list of text parts, got {kind(content)}", content)
     checked = plain({**message, "content": content, "tool_calls": calls}, "messages")

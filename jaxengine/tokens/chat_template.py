@@ -6,6 +6,7 @@ chat_sandbox, in a process of template_renderer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from jaxengine.tokens.chat_messages import (
     Message,
     checked_messages,
     has_unusual_instructions,
+    joined_texts,
     kind,
     lost_instructions,
     plain,
@@ -91,13 +93,13 @@ def render_chat(
       role_tokens: texts of the existing tokens, by names of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
         (also input_text, output_text) and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks
-        for a template that takes no parts. The list may have {"type": "image"}, {"type": "video"} or {"type": "audio"},
-        for which the template may look, and {"type": "thinking", "thinking": ...} or {"type": "language", "language":
-        ...}, for which it must;
-        an answer with tool_calls, reasoning or a refusal may have no content. Arguments in tool_calls are objects or
-        texts; of truncated JSON the template gets as much as is there. A message of the role developer is a system
-        message for templates that do not know the role. Several instructions that the template refuses or leaves out
-        become one at the beginning. Other keys (name, ...) are passed to the template unchanged.
+        unless the template writes all of them one after the other. The list may have {"type": "image"}, {"type":
+        "video"} or {"type": "audio"}, for which the template may look, and {"type": "thinking", "thinking": ...} or
+        {"type": "language", "language": ...}, for which it must. An answer with tool_calls, reasoning or a refusal may
+        have no content. Arguments in tool_calls are objects or texts; of truncated JSON the template gets as much as is
+        there. A message of the role developer is a system message for templates that do not know the role. Several
+        instructions that the template refuses or leaves out become one at the beginning. Other keys (name, ...) are
+        passed to the template unchanged.
       add_generation_prompt: whether the text ends with the beginning of an answer.
       continue_final_message: whether the text ends with the last message's text, which the model continues. Must not be
         combined with add_generation_prompt.
@@ -115,9 +117,9 @@ def render_chat(
     checked = dialect.guarded(dialect.written(checked_messages(messages, dialect.joint)))
     _check_options(add_generation_prompt, continue_final_message, tools)
     source = _choose(templates, chat_template, tools)
-    checked = with_contents(checked, source, placeholder, content_format)
-    if continue_final_message:
-        checked[-1] = _marked(checked[-1])
+    parts, joined = (
+        with_contents(each, source, placeholder, content_format) for each in (checked, joined_texts(checked))
+    )
     for name in variables:
         if name in OWN_NAMES:
             text = f"a chat template variable must not be named {name!r}, which is reserved"
@@ -129,8 +131,24 @@ def render_chat(
         "tools": dialect.guarded(plain(tools, "tools")),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _render(renderer, source, context, checked, dialect)
+
+    def write(contents: list[Message]) -> str:
+        ended = [*contents[:-1], _marked(contents[-1])] if continue_final_message else contents
+        return _render(renderer, source, context, ended, dialect)
+
+    if content_format == "openai" or parts == joined:
+        text = write(parts)
+    else:
+        text = write(joined)
+        # Templates may look at the first part alone, print the list, or refuse it.
+        with contextlib.suppress(_Refused):
+            one_by_one = write(parts)
+            text = one_by_one if "".join(one_by_one.split()) == "".join(text.split()) else text
     return _cut_at_mark(text) if continue_final_message else text
+
+
+class _Refused(RequestError):
+    """Error for messages that the template refuses in every variant."""
 
 
 def _render(
@@ -169,7 +187,7 @@ def _render(
         incomplete = text if incomplete is None else incomplete
     if incomplete is not None:
         return incomplete
-    raise RequestError(f"the chat template does not take the messages: {first}", param="messages") from None
+    raise _Refused(f"the chat template does not take the messages: {first}", param="messages") from None
 
 
 def _check_options(add_generation_prompt: Any, continue_final_message: Any, tools: Any) -> None:

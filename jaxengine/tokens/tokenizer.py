@@ -52,6 +52,7 @@ class Tokenizer:
       lowers: whether texts are lower-cased before they are tokenized.
       is_byte_level: whether every token is a run of bytes of the text, see `token_bytes`.
       chat_template: Jinja source, {name: source} for a model with several, or None.
+      content_format: what the template gets as contents, see content_format.with_contents; "auto" unless it is set.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
         self._folder, self.lowers = folder, lowers
         self.dialect = dialect
+        self.content_format = "auto"
         self._renderer = TemplateRenderer()
 
     @classmethod
@@ -248,7 +250,7 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         placeholder: Callable[[str], str] | None = None,
-        content_format: str = "auto",
+        content_format: str | None = None,
         **variables: Any,
     ) -> str:
         """Return the prompt text of a conversation, to be encoded with add_special_tokens=False.
@@ -258,9 +260,9 @@ class Tokenizer:
         add_generation_prompt. tools: JSON-schema dicts, or None. chat_template: Jinja source or the name of one of the
         model's templates; None for the model's default. chat_template_kwargs, variables: additional variables of the
         template; the former also allows names of arguments. placeholder: function that returns the text for "image",
-        "video" or "audio" in templates that take only text; None for a text-only model. content_format: "string" or
-        "openai" for contents that are texts or parts whatever the template takes. chat_template.render_chat describes
-        details.
+        "video" or "audio" in templates that take only text; None for a text-only model. content_format: "string",
+        "openai" or "auto", as of content_format.with_contents; None for that of this tokenizer.
+        chat_template.render_chat describes details.
 
         Special tokens written in messages, tools and variables become their ids, except in Mistral AI's own formats,
         where the text has the character mistral.dialect.GUARD in them, which is not encoded.
@@ -279,7 +281,7 @@ class Tokenizer:
             chat_template=chat_template,
             variables={**(chat_template_kwargs or {}), **variables},
             placeholder=placeholder,
-            content_format=content_format,
+            content_format=self.content_format if content_format is None else content_format,
             dialect=self.dialect,
         )
 

@@ -36,7 +36,8 @@ def copy(tmp_path) -> Path:
 def test_no_name_is_the_default_model():
     source = open_model(EngineConfig())
     assert (source.config.num_layers, source.config.vocab_size) == (30, 49152)
-    assert source.load_tokenizer(EngineConfig()).eos_token_id == 2
+    tokenizer = source.load_tokenizer(EngineConfig(chat_template_content_format="openai"))
+    assert tokenizer.eos_token_id == 2 and tokenizer.content_format == "openai"
     assert source.generation_defaults == {"temperature": 0.2, "top_p": 0.9}
     assert open_model(EngineConfig(generation_config="vllm")).generation_defaults == {}
     assert source.load_tokenizer(EngineConfig(skip_tokenizer_init=True)) is None

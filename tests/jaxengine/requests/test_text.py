@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from jaxengine import SamplingParams
@@ -128,7 +126,7 @@ def test_a_limit_above_the_context_is_the_rest_of_the_context(smollm, answer):
 def test_the_content_format_of_an_engine_and_of_a_call(smollm, monkeypatch):
     inputs, template = smollm.core.inputs, "{{ 'text' if messages[0].content is string else 'parts' }}"
     assert inputs.chat_prompt(QUESTION, chat_template=template)["prompt"] == "text"
-    monkeypatch.setattr(inputs, "config", dataclasses.replace(inputs.config, chat_template_content_format="openai"))
+    monkeypatch.setattr(inputs.tokenizer, "content_format", "openai")
     assert inputs.chat_prompt(QUESTION, chat_template=template)["prompt"] == "parts"
     assert inputs.chat_prompt(QUESTION, chat_template=template, content_format="string")["prompt"] == "text"
 

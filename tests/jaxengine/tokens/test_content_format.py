@@ -10,6 +10,7 @@ from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.content_format import takes_parts
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.jaxengine.tokens.test_tokenizer_chat import CHATML, TEMPLATES, tokenizer_with
+from tests.tables import each_row
 
 # In the manner of Qwen2-VL's, with a test for every spelling of a picture.
 QWEN = """{% for message in messages %}<|im_start|>{{ message['role'] }}
@@ -106,11 +107,45 @@ def test_a_template_that_takes_nothing_but_parts_gets_its_texts_as_parts(tokeniz
 def test_several_texts_are_those_of_transformers(tokenizer, template):
     """A template that takes parts writes them one after the other, whatever the model takes besides text."""
     parts = [TEXT, {"type": "text", "text": " Hi "}]
-    messages = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
+    messages = [{"role": "user", "content": parts}]
+    if template is not GEMMA:  # whose instructions are their first part
+        messages.insert(0, {"role": "system", "content": parts})
     expected = tokenizer.hf.apply_chat_template(messages, chat_template=template, tokenize=False)
     assert render(tokenizer, messages, template) == expected
     options = {"chat_template": template, "add_generation_prompt": False}
     assert tokenizer.apply_chat_template(messages, **options) == expected
+
+
+# A template with another way to write the contents of one role.
+OTHER = """{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% elif m.role == 'ROLE' %}WAY
+{%- else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %};{% endfor %}"""
+
+
+@each_row(
+    ("template", "role"),
+    [
+        (GEMMA, "system"),  # looks at the first part alone, as those of Gemma 3, Llama 3.1 and Mistral Small do
+        (OTHER.replace("WAY", "{{ m.content }}"), "assistant"),
+        (OTHER.replace("WAY", "{{ 'I' + m.content }}"), "user"),
+        (OTHER.replace("WAY", "{% for p in m.content %}({{ p.text }}){% endfor %}"), "system"),
+    ],
+)
+def test_texts_are_joined_where_the_template_does_not_write_each(tokenizer, template, role):
+    """Of transformers and vLLM such a template gets parts, and drops some, prints a list or fails."""
+    template = template.replace("ROLE", role)
+    assert takes_parts(template)
+    contents = "What?\nHi", [TEXT, "Hi"]
+    text, parts = ([{"role": role, "content": each}, {"role": "user", "content": "Ho"}] for each in contents)
+    assert render(tokenizer, parts, template) == render(tokenizer, text, template)
+    last = [{"role": "user", "content": "Ho"}, parts[0]] if role == "assistant" else parts
+    assert "What?\nHi" in render(tokenizer, last, template, continue_final_message=True)
+
+
+def test_texts_of_tools_are_joined(tokenizer):
+    """As in vLLM: templates seldom look for parts there."""
+    messages = [{"role": "tool", "content": [TEXT, "Hi"]}]
+    assert render(tokenizer, messages, MACRO) == "tool:What?\nHi;"
+    assert render(tokenizer, messages, MACRO, content_format="openai") == "tool:What?\nHi;"
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAVA, GEMMA, MACRO])

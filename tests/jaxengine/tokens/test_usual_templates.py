@@ -12,6 +12,7 @@ import tokenizers.models
 
 from jaxengine.checkpoint.input_source import InputSource
 from jaxengine.config.checks import TOKENIZER_MODES
+from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.params.files import FORMATS
 from jaxengine.parsers.reasoning_rows import REASONING_PARSERS
 from jaxengine.parsers.registry import TOOL_PARSERS, by_template
@@ -104,7 +105,7 @@ def test_a_models_tokenizer_has_the_template_and_what_goes_with_it(tmp_path):
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own} if own else {}))
         source = InputSource(path=tmp_path, config=SimpleNamespace(architecture=architecture), generation_defaults={})
-        tokenizer = source.load_tokenizer(SimpleNamespace(tokenizer_mode=mode, skip_tokenizer_init=False))
+        tokenizer = source.load_tokenizer(EngineConfig(tokenizer_mode=mode))
         text = tokenizer.apply_chat_template([{"role": "user", "content": parts}])
         assert text.endswith(end), (mode, text)
 

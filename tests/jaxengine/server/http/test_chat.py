@@ -233,7 +233,7 @@ async def test_special_tokens_are_added_when_asked_for(recorder, monkeypatch):
     assert asked == [False, False, True]
 
 
-async def test_templates_of_requests(chat_engine, recorder):
+async def test_templates_of_requests(chat_engine, recorder, monkeypatch):
     template = "{{ messages[0].content }}{{ mood }}{{ documents }}{{ reasoning_effort }}{{ enable_thinking }}"
     fields = {"messages": HI, "max_tokens": 1, "chat_template": template, "chat_template_kwargs": {"mood": "!"}}
     refused = await post(create_app(chat_engine, ServerConfig()), PATH, **fields)
@@ -262,6 +262,11 @@ async def test_templates_of_requests(chat_engine, recorder):
         assert recorder.calls[-1][0]["prompt"] == expected
     with pytest.raises(ConfigError, match="default_chat_template_kwargs has 'messages', a name that is reserved"):
         create_app(recorder, ServerConfig(default_chat_template_kwargs={"messages": []}))
+    kind = "{{ 'text' if messages[0].content is string else 'parts' }}"
+    for format_, expected in (("auto", "text"), ("openai", "parts")):
+        monkeypatch.setattr(chat_engine.inputs.tokenizer, "content_format", format_)
+        assert (await post(app, PATH, messages=HI, chat_template=kind, max_tokens=1)).status == 200
+        assert recorder.calls[-1][0]["prompt"] == expected
     hostile = {"messages": HI, "chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"}
     assert (await post(app, PATH, **hostile)).status == 400
 
