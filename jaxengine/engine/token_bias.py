@@ -9,7 +9,7 @@ with its window.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,13 +83,16 @@ class TokenBias:
         return row
 
 
-def repeating(output: np.ndarray, size: int, window: int, exempt: Collection[int]) -> frozenset[int]:
+def repeating(output: np.ndarray, size: int, window: int, exempt: Sequence[int]) -> frozenset[int]:
     """Return the tokens that would complete a sequence of `size` tokens which is among the last `window` of `output`,
     i32[n], already, without those in `exempt` (vLLM's NGramPerReqLogitsProcessor).
     """
     recent = output[max(0, len(output) - window) :]
-    if len(recent) < size:
-        return _NO_ENDS
-    found = np.lib.stride_tricks.sliding_window_view(recent, size)
-    same = (found[:, :-1] == output[len(output) - size + 1 :]).all(axis=1)
-    return frozenset(found[same, -1].tolist()) - frozenset(exempt)
+    ends = np.arange(size - 1, len(recent))
+    ends = ends[~np.isin(recent[ends], exempt)]
+    # From the last token back: few sequences share it, and comparing all of each would hold up a step for milliseconds.
+    for back in range(1, size):
+        if not len(ends):
+            break
+        ends = ends[recent[ends - back] == recent[-back]]
+    return frozenset(recent[ends].tolist())

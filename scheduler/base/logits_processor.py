@@ -168,9 +168,10 @@ def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
 
 
 def read_extra_args(
-    given: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]]
+    given: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]], others: Sequence[str] = ()
 ) -> dict[int, tuple[float | int | bool, ...]]:
-    """Check a request's extra_args (`given`, which may be None) for an engine with these processors.
+    """Check a request's extra_args (`given`, which may be None) for an engine with these processors. others: names that
+    are read elsewhere, for messages.
 
     Returns a dict with, for the index of each processor that the request uses, the values of all its columns. A request
     uses a processor if it gives any of its columns; the others then have their defaults. Raises RequestError for a name
@@ -180,7 +181,7 @@ def read_extra_args(
     known = [name for each in processors for name in each.columns]
     for name in given or ():
         if name not in known:
-            allowed = ", ".join(known) if known else "none, as the engine was started without logits_processors"
+            allowed = ", ".join((*others, *known)) + ("" if known else "; the engine has no logits_processors")
             raise RequestError(f"extra_args has {show_value(name)}; allowed: {allowed}", param="extra_args", value=name)
     for number, each in enumerate(processors):
         if given and not given.keys().isdisjoint(each.columns):

@@ -9,12 +9,12 @@ from typing import Any
 
 from jaxengine.requests.params.kv_transfer import NAME, read_kv_transfer
 from jaxengine.scheduler.base.errors import RequestError, refuse
-from jaxengine.scheduler.base.logits_processor import LogitsProcessor, read_extra_args
+from jaxengine.scheduler.base.logits_processor import Column, LogitsProcessor, read_extra_args
 
 ALIGNMENT = "alignment"
-# Names of vLLM's NGramPerReqLogitsProcessor, with which it serves DeepSeek-OCR, and limits of the first two.
-_SIZE, _WINDOW, _EXEMPT = "ngram_size", "window_size", "whitelist_token_ids"
-_MAX_SIZE, _MAX_WINDOW, _MAX_EXEMPT = 256, 4096, 1024
+# Names of vLLM's NGramPerReqLogitsProcessor, with which it serves DeepSeek-OCR.
+_SIZE, _WINDOW, _EXEMPT = _NO_REPEAT = "ngram_size", "window_size", "whitelist_token_ids"
+_SIZES, _WINDOWS, _MAX_EXEMPT = Column(0, low=1, high=256), Column(0, low=1, high=4096), 1024
 _INT32_MAX = 2**31 - 1
 
 
@@ -26,7 +26,7 @@ def extra_fields(
 
     processors: the engine's logits processors. n: number of outputs of the request. Raises RequestError for arguments
     that no processor has, for invalid kv_transfer_params, ngram_size or alignment, and for do_remote_decode with n
-    above 1.
+    above 1. If a processor has a column that is called as one for no_repeat, this is left to it.
     """
     others = dict(extra_args or {})
     kv_transfer = read_kv_transfer(others.pop(NAME, None))
@@ -34,28 +34,30 @@ def extra_fields(
         raise RequestError(f"n is {n}; allowed: 1 with {NAME}.do_remote_decode", param="n", value=n)
     alignment = _read_alignment(others.pop(ALIGNMENT, None))
     taken = {name for each in processors for name in each.columns}
-    no_repeat = None if _SIZE in taken else _read_no_repeat(others)
-    own = read_extra_args(others, processors)
+    names = _NO_REPEAT if taken.isdisjoint(_NO_REPEAT) else ()
+    no_repeat = _read_no_repeat({name: others.pop(name, None) for name in names})
+    own = read_extra_args(others, processors, names)
     counts = any(processors[number].uses_counts for number in own)
     fields = {"kv_transfer": kv_transfer, "processors": own, "uses_counts": counts}
     return {**fields, "no_repeat": no_repeat, ALIGNMENT: alignment}
 
 
-def _read_no_repeat(others: dict[str, Any]) -> tuple[int, int, tuple[int, ...]] | None:
-    """Remove ngram_size, window_size (default: 100) and whitelist_token_ids (default: none) from extra_args, and return
-    TokenParams.no_repeat; None without ngram_size, which leaves the others there. Raises RequestError for values that
-    are not allowed.
+def _read_no_repeat(given: Mapping[str, Any]) -> tuple[int, int, tuple[int, ...]] | None:
+    """Return TokenParams.no_repeat; None without ngram_size. given: values of _NO_REPEAT, None for the default: 100 for
+    window_size. Raises RequestError for values that are not allowed, and for the others without ngram_size.
     """
-    if (size := others.get(_SIZE)) is None:
+    if given.get(_SIZE) is None:
+        if name := next((name for name, value in given.items() if value is not None), None):
+            raise refuse(f"extra_args.{name}", given[name], f"left out without {_SIZE}")
         return None
-    window, exempt = others.pop(_WINDOW, 100), others.pop(_EXEMPT, None) or ()
-    del others[_SIZE]
-    for name, value, most in ((_SIZE, size, _MAX_SIZE), (_WINDOW, window, _MAX_WINDOW)):
-        if type(value) is not int or not 1 <= value <= most:
-            raise refuse(f"extra_args.{name}", value, f"an integer, 1 to {most}")
-    listed = isinstance(exempt, list | tuple | set | frozenset) and len(exempt) <= _MAX_EXEMPT
-    if not listed or not all(type(each) is int for each in exempt):
-        raise refuse(f"extra_args.{_EXEMPT}", exempt, f"a list of at most {_MAX_EXEMPT} token ids")
+    size = int(_SIZES.read(f"extra_args.{_SIZE}", given[_SIZE]))
+    window = int(_WINDOWS.read(f"extra_args.{_WINDOW}", 100 if given[_WINDOW] is None else given[_WINDOW]))
+    if window < size:
+        raise refuse(f"extra_args.{_WINDOW}", window, f"at least {_SIZE} ({size})")
+    exempt = () if given[_EXEMPT] is None else given[_EXEMPT]
+    listed = isinstance(exempt, list | tuple | set | frozenset | range) and len(exempt) <= _MAX_EXEMPT
+    if not listed or not all(type(each) is int and 0 <= each <= _INT32_MAX for each in exempt):
+        raise refuse(f"extra_args.{_EXEMPT}", exempt, f"a list of at most {_MAX_EXEMPT} token ids, 0 to {_INT32_MAX}")
     return size, window, tuple(exempt)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
 
 from jaxengine import LLM, RequestError, SamplingParams
 from jaxengine.config.features.logits_processors import NO_REPEAT, read_processors
 from jaxengine.engine.token_bias import repeating
+from jaxengine.scheduler.base.logits_processor import Column, LogitsProcessor
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.tables import each_row
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7] * count} for count in (1, 2, 5)]
-KINDS = (
+KINDS: tuple[dict[str, Any], ...] = (
     {"ngram_size": 2, "window_size": 9},
     {"ngram_size": 3, "window_size": 30, "whitelist_token_ids": [7, 11]},
     {"ngram_size": 1, "window_size": 4},
@@ -47,7 +50,7 @@ def test_tokens_are_the_likeliest_that_repeat_nothing(engine):
     outputs = engine.generate(PROMPTS, params, use_tqdm=False)
     for prompt, kind, output in zip(PROMPTS, KINDS, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
-        size, window, exempt = (*kind.values(), ())[:3]
+        size, window, exempt = kind["ngram_size"], kind["window_size"], kind.get("whitelist_token_ids", ())
         befores = [tokens[:count] for count in range(len(tokens))]
         likeliest = engine.generate(
             [{"prompt_token_ids": prompt["prompt_token_ids"] + before} for before in befores],
@@ -68,14 +71,40 @@ def test_tokens_are_the_likeliest_that_repeat_nothing(engine):
         ({"ngram_size": 257}, "ngram_size"),
         ({"ngram_size": True}, "ngram_size"),
         ({"ngram_size": 3, "window_size": 10**6}, "window_size"),
+        ({"ngram_size": 3, "window_size": 2}, r"window_size must be at least ngram_size \(3\), got 2"),
+        ({"ngram_size": 101}, "window_size"),
         ({"ngram_size": 3, "whitelist_token_ids": "7"}, "whitelist_token_ids"),
+        ({"ngram_size": 3, "whitelist_token_ids": 0}, "whitelist_token_ids"),
+        ({"ngram_size": 3, "whitelist_token_ids": False}, "whitelist_token_ids"),
+        ({"ngram_size": 3, "whitelist_token_ids": ""}, "whitelist_token_ids"),
         ({"ngram_size": 3, "whitelist_token_ids": [1.5]}, "whitelist_token_ids"),
-        ({"window_size": 3}, "window_size"),
+        ({"ngram_size": 3, "whitelist_token_ids": [-1]}, "whitelist_token_ids"),
+        ({"ngram_size": 3, "whitelist_token_ids": [1 << 70]}, "whitelist_token_ids"),
+        ({"ngram_size": 3, "whitelist_token_ids": range(1025)}, "whitelist_token_ids"),
+        ({"ngram_size": None, "window_size": 3}, "window_size must be left out without ngram_size, got 3"),
+        ({"window_size": 3}, "window_size must be left out without ngram_size, got 3"),
+        ({"ngram": 3}, "'ngram'; allowed: ngram_size, window_size, whitelist_token_ids; .* no logits_processors"),
     ],
 )
 def test_what_is_not_allowed_is_named(given, name):
     with pytest.raises(RequestError, match=name):
         SamplingParams(extra_args=given).token_params()
+
+
+def test_a_processor_may_have_the_names():
+    class Windows(LogitsProcessor):
+        columns: ClassVar = {"window_size": Column(5)}
+
+    params = SamplingParams(extra_args={"window_size": 3}).token_params(processors=[Windows])
+    assert params.no_repeat is None and params.processors == {0: (3,)}
+    with pytest.raises(RequestError, match="'ngram_size'; allowed: window_size"):
+        SamplingParams(extra_args={"ngram_size": 3}).token_params(processors=[Windows])
+
+
+def test_what_is_not_given_has_its_default():
+    none = {"ngram_size": None, "window_size": None, "whitelist_token_ids": None}
+    assert SamplingParams(extra_args=none).token_params().no_repeat is None
+    assert SamplingParams(extra_args={**none, "ngram_size": np.int64(3)}).token_params().no_repeat == (3, 100, ())
 
 
 def test_vllms_processor_is_part_of_every_engine():
