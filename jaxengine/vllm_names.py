@@ -42,8 +42,9 @@ MODULES: dict[str, str] = {
     "logger": "init_logger=logging:getLogger",
     "logprobs": "Logprob FlatLogprobs",
     "lora.request": "LoRARequest",
-    "model_executor.models.deepseek_ocr": (
-        "NGramPerReqLogitsProcessor=jaxengine.config.features.logits_processors:NGramPerReqLogitsProcessor"
+    **dict.fromkeys(
+        ("model_executor.models.deepseek_ocr", "model_executor.models.unlimited_ocr"),
+        "NGramPerReqLogitsProcessor=jaxengine.config.features.logits_processors:",
     ),
     "multimodal.image": "convert_image_mode=jaxengine.media.fetching.pil_images:",
     "multimodal.utils": (

@@ -234,11 +234,16 @@ def is_switch(name: str) -> bool:
 
 def settle(name: str, value: Any) -> None:
     """Log the reason if the option `name`, one of NAMES, is harmless and `value` asks for something; do nothing for a
-    value without effect.
+    value without effect. Of a dict of options the same is done with each.
 
     Raises ConfigError for a value of an unsupported option that would have an effect, and for an option that was
     removed or belongs to another command.
     """
+    if isinstance(value, dict) and NOT_BUILT.get(name) == (None,):  # of options, such as kernel_config
+        for key in filter(HARMLESS.__contains__, value):
+            settle(key, value[key])
+        others = ((key, each) for key, each in value.items() if key not in HARMLESS)
+        value = {key: each for key, each in others if not asks_for_nothing(str(key), each)}
     if asks_for_nothing(name, value):
         return
     if name in HARMLESS:
@@ -256,12 +261,10 @@ def settle(name: str, value: Any) -> None:
 
 def asks_for_nothing(name: str, value: Any) -> bool:
     """Return whether a value of the option `name` has no effect: None, empty, False for an option that is not on by
-    default, one of the option's values in NOT_BUILT, or a dict of options with such values.
+    default, or one of the option's values in NOT_BUILT.
     """
     if value is None or (value is False and name not in _ON):
         return True
-    if isinstance(value, dict):
-        return all(asks_for_nothing(str(key), each) or key in HARMLESS for key, each in value.items())
     if isinstance(value, (str, dict, list, tuple, set)) and not value:
         return True
     kinds = {bool: (bool,), int: (int, float), float: (int, float)}

@@ -75,8 +75,8 @@ class CompilationConfig:
             if self.mode is not None and _mode(self.mode) != _mode(level):
                 raise ConfigError("compilation_config.level", level, f"as mode, which is {self.mode!r}, or absent")
             object.__setattr__(self, "mode", level)
-        object.__setattr__(self, "mode", _mode(self.mode))
-        if self.mode not in (None, *CompilationMode) or isinstance(self.mode, bool):
+        object.__setattr__(self, "mode", whole_number(plain(_mode(self.mode))))
+        if self.mode is not None and (type(self.mode) is not int or not 0 <= self.mode <= 3):
             raise ConfigError("compilation_config.mode", self.mode, "None, or 0 to 3")
         for name in ("cudagraph_capture_sizes", "prefill_sizes"):
             sizes = getattr(self, name)
@@ -110,7 +110,8 @@ class CompilationConfig:
         """Return a CompilationConfig for a dict of its fields, a mode (int), or None for the defaults; a
         CompilationConfig is returned unchanged. Fields in _OF_TORCH are left out, with a log line.
 
-        Raises ConfigError for other values, unknown fields, and fields that are not allowed.
+        A mode below 3 has a log line too. Raises ConfigError for other values, unknown fields, and fields that are not
+        allowed.
         """
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
@@ -118,18 +119,21 @@ class CompilationConfig:
         if isinstance(value, int) and not isinstance(value, bool):
             value = {"mode": value}
         if not isinstance(value, Mapping):
-            raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 3")
+            raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 0 to 3")
         known = [field.name for field in fields(cls)]
-        lower = ("mode",) if _mode(value.get("mode")) in (0, 1, 2) else ()
-        if foreign := {name: value[name] for name in (*lower, *_OF_TORCH.split()) if name in value}:
-            listed = ", ".join(f"compilation_config.{name}={each!r}" for name, each in foreign.items())
-            logger.info("%s: changes nothing here, where XLA compiles every step whole", listed)
-            value = {name: each for name, each in value.items() if name in lower or name not in foreign}
-        for name in value:
+        foreign = {name: value[name] for name in _OF_TORCH.split() if name in value}
+        own = {name: each for name, each in value.items() if name not in foreign}
+        for name in own:
             if name not in (*known, "level"):
                 problem = f"compilation_config has no {name!r} here, where XLA compiles every step whole"
                 raise ConfigError.because("compilation_config", problem, f"it has {', '.join(known)}")
-        return cls(**value)
+        config = cls(**own)
+        if config.mode is not None and config.mode < CompilationMode.VLLM_COMPILE:
+            foreign = {"mode": config.mode, **foreign}
+        if foreign:
+            listed = ", ".join(f"compilation_config.{name}={each!r}" for name, each in foreign.items())
+            logger.info("%s: changes nothing here, where XLA compiles every step whole", listed)
+        return config
 
     def divided(self, parts: int) -> CompilationConfig:
         """Return a copy whose sizes, as far as given, are divided by `parts`, the number of replicas that share a

@@ -42,7 +42,7 @@ def read_processors(value: Any) -> Any:
         value = [value]
     if not isinstance(value, Sequence):
         raise ConfigError(OPTION, value, "a list of classes, or of their names, module:Class")
-    names = tuple(_name_of(each) for each in value if each not in NO_REPEAT)
+    names = tuple(_name_of(each) for each in value if not (isinstance(each, str) and each in NO_REPEAT))
     if problem := check_processors(processor_classes(names)):
         raise ConfigError.because(OPTION, problem, "see docs/sampling_params.md")
     return names

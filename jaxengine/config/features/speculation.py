@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.values import plain, whole_number
+from jaxengine.scheduler.base.errors import show_value
 
 if TYPE_CHECKING:
     from jaxengine.models.config.drafts.draft_heads import DraftHeadConfig
@@ -104,8 +105,9 @@ class SpeculativeConfig:
             raise ConfigError(NAME, value, "a dict of its fields")
         known = [each.name for each in fields(cls)]
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
-        for name in chosen.keys() & _HOW:
-            logger.info("%s.%s=%r changes nothing here: no token depends on it", NAME, name, chosen.pop(name))
+        for name in filter(chosen.__contains__, _HOW):
+            shown = show_value(chosen.pop(name))
+            logger.info("%s.%s=%s changes nothing here: no token depends on it", NAME, name, shown)
         if other := next((key for key in chosen if key not in known), None):
             raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))

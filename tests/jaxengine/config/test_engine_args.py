@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from jaxengine.config.base.flexible_parser import FlexibleArgumentParser
@@ -81,6 +82,7 @@ def test_compilation_modes_have_vllms_names():
     ):
         assert value == whole and type(value.mode) is int
     assert CompilationConfig(level=CompilationLevel.DYNAMO_ONCE).mode == 2
-    for wrong in ({"mode": 4}, {"mode": 3, "level": 2}, {"mode": True}, {"mode": "FULL"}):
+    assert type(CompilationConfig(mode=np.int64(1)).mode) is int
+    for wrong in ({"mode": 4}, {"mode": 3, "level": 2}, {"mode": True}, {"mode": "FULL"}, {"mode": 1.0}, {"mode": [1]}):
         with pytest.raises(ConfigError, match="compilation_config"):
             CompilationConfig(**wrong)

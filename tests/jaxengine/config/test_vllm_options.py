@@ -102,6 +102,7 @@ def test_flags_of_recipes_are_taken(line):
         ("--kernel-config.moe_backend=triton", "kernel_config"),
         ("--attention_config.use_fp4_indexer_cache=True", "attention_config"),
         ("--mamba-ssm-cache-dtype float16", "mamba_ssm_cache_dtype"),
+        ("--expert-placement-strategy '{\"a\": false}'", "expert_placement_strategy"),
         ("--chat-template-content-format parts", "chat_template_content_format"),
         ("-sc.method mtp -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "speculative_config"),
     ],
@@ -111,6 +112,28 @@ def test_what_would_change_an_answer_is_refused(line, name):
     with pytest.raises(ConfigError) as error:
         EngineConfig.from_options(**given_options(args, EngineConfig))
     assert error.value.param == name
+
+
+def test_of_a_dict_of_options_each_is_judged(caplog):
+    caplog.set_level(logging.INFO, logger="jaxengine")
+    harmless = {"enable_flashinfer_autotune": True, "moe_backend": "auto"}
+    EngineConfig.from_options(kernel_config=harmless)
+    assert "enable_flashinfer_autotune=True changes nothing here" in caplog.text
+    with pytest.raises(ConfigError, match="kernel_config is {'other': 1}, which is not supported yet"):
+        EngineConfig.from_options(kernel_config={**harmless, "other": 1})
+
+
+def test_modes_that_compile_less_are_said_to_change_nothing(caplog):
+    caplog.set_level(logging.INFO, logger="jaxengine")
+    for value in (1, {"level": 1}, {"mode": "STOCK_TORCH_COMPILE"}):
+        caplog.clear()
+        EngineConfig.from_options(compilation_config=value)
+        assert "compilation_config.mode=1: changes nothing here" in caplog.text
+    caplog.clear()
+    for wrong in (-1, {"mode": False}, {"mode": 0, "sizes": [1]}):
+        with pytest.raises(ConfigError):
+            EngineConfig.from_options(compilation_config=wrong)
+    assert not caplog.text
 
 
 def test_vllms_own_code_of_models_is_what_this_engine_has():
