@@ -392,6 +392,10 @@ def test_gguf_files_say_a_pooling_type():
     head, said = ["cls", "cls.norm", "cls.output"], re.escape("must be 1 (mean) or 2 (first token), got 3")
     with pytest.raises(ModelConfigError, match=f"modern-bert.classifier.pooling_type {said}"):
         read(None, "modern-bert", head, {"modern-bert.classifier.pooling_type": 3})
+    pooler = read(None, "modern-bert", head).pooler  # without names of labels
+    assert (pooler.pooling_type, pooler.classifier.num_labels) == (MEAN, 1)
+    chosen = read(None, "modern-bert", head, pooler_config=PoolerConfig(pooling_type=LAST))
+    assert chosen.pooler.pooling_type == LAST
     for labels in ("yes", [1]):
         with pytest.raises(ModelConfigError, match="classifier.output_labels must be a list of names"):
             read(None, "modern-bert", head, {"modern-bert.classifier.output_labels": labels})

@@ -287,6 +287,20 @@ def test_the_parser_lists_its_commands():
     assert all(command in text for command in ("chat", "generate", "demo", "bench"))
 
 
+def test_bench_serve_takes_flags_cut_short(capsys):
+    """As scripts that were written for vLLM's have them; other commands, where a flag may be added, do not."""
+    args = build_parser().parse_args(["bench", "serve", "--random-in", "3", "--request", "2"])
+    assert (args.input_len, args.request_rate) == (3, 2)
+    for words, said in (
+        (["bench", "serve", "--rand", "1"], "ambiguous option"),
+        (["bench", "latency", "--input", "3"], "--input"),
+        (["serve", "--max-model", "3"], "--max-model"),
+    ):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(words)
+        assert said in capsys.readouterr().err
+
+
 def test_a_parser_for_some_words_has_the_commands_that_they_name():
     """As whole as in the parser of all commands; the others are known, without options."""
     everything = commands_of(build_parser())
