@@ -78,7 +78,8 @@ async def test_weights_are_replaced(app, tmp_path):
         assert second != first and sums["weight_version"] == "new"
         for path, fault in ((broken, "finite"), (str(tmp_path / "nowhere"), "cannot be read"), ("é" * 300, "too long")):
             answer = await client.post("/update_weights", json={"path": path})
-            assert answer.status_code == 400 and fault in answer.json()["error"]["message"], answer.text
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and fault in error["message"] and error["param"] == "path", answer.text
         for field, value in (
             ("mode", "stop"),
             ("chunk_bytes", 0),

@@ -53,6 +53,7 @@ _BRANCHES = {"str", "int", "float", "bool", "none"}
 # Field of the engine -> another name under which an HTTP request may give it.
 _OTHER_NAMES = {
     "extra_args": "vllm_xargs",
+    "params": "path",
     "session": "session_id",
     "structured_outputs": "response_format",
     "version": "weight_version",
