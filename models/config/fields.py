@@ -146,7 +146,8 @@ class ConfigFields:
         requests an unsupported feature. The value None allows only absent and null.
         """
         for name, value in allowed.items():
-            if self.has(name) and self.value(name) != value:
+            found = self._get(name, None)
+            if found is not None and (isinstance(found, np.ndarray) or found != value):
                 raise self.fail(name, "absent" if value is None else f"{json.dumps(value)} or absent")
 
     def has(self, name: str) -> bool:
@@ -212,7 +213,7 @@ class ConfigFields:
         other value, such as false.
         """
         value = self._get(name, 0)
-        return self.number(name) if isinstance(value, bool) or value != 0 else 0.0
+        return self.number(name) if isinstance(value, bool | np.ndarray) or value != 0 else 0.0
 
     def boolean(self, name: str, default: Any = _REQUIRED, *, null_is_false: bool = False) -> bool:
         """Return true or false. An absent field returns the default, and so does a null one unless `null_is_false`.

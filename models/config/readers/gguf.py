@@ -103,9 +103,10 @@ def with_numbers(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     number if all are equal.
     """
     prefix = gguf_architecture(metadata)
-    own, count = (f"{prefix}.{name}" for name in _OF_LAYERS), metadata.get(f"{prefix}.block_count")
+    own = (f"{prefix}.{name}" for name in _OF_LAYERS)
+    count: Any = metadata.get(f"{prefix}.block_count")
     lists = {name: as_array(metadata[name]) for name in own if name in metadata}
-    lists = {name: value for name, value in lists.items() if value.shape == (count,) and count}
+    lists = {name: value for name, value in lists.items() if value.size and np.array_equal(value.shape, [count])}
     return {**metadata, **{name: value[0].item() for name, value in lists.items() if (value == value[0]).all()}}
 
 

@@ -290,6 +290,14 @@ def test_layers_with_states():
         ("laguna", EXPERTS, "laguna.expert_shared_feed_forward_length is missing"),
         ("minimax-m3", EXPERTS, "minimax-m3.attention.indexer.head_count is missing"),
         ("bailingmoe3", {"kda.safe_gate": False}, "bailingmoe3.kda.safe_gate must be true or absent, got False"),
+        # Lists where a file has a number.
+        ("bailingmoe3", {"kda.safe_gate": np.array([True, True])}, "bailingmoe3.kda.safe_gate must be true or absent"),
+        ("gemma2", {"block_count": np.array([8, 8]), "attention.head_count": [4] * 8}, "gemma2.block_count must be"),
+        (
+            "gemma3",
+            {"rope.scaling.type": "linear", "rope.scaling.factor": np.array([2.0, 2.0])},
+            "gemma3.rope.scaling.factor must be a finite number",
+        ),
         ("bailingmoe3", {"kda.gate_lower_bound": 1.0}, "bailingmoe3.kda.gate_lower_bound must be a number < 0, got 1"),
         ("minimax-m3", {}, "minimax-m3.expert_count must be at least 1, got None"),
         ("muse-glimmer", {}, "muse-glimmer.logit_scale is missing"),
