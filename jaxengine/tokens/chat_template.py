@@ -109,7 +109,7 @@ def render_chat(
       variables: additional variables of the template; names of OWN_NAMES are refused.
       placeholder: for a model that takes media, returns the text that stands for "image", "video" or "audio" in
         templates that take only text; None for a text-only model.
-      content_format: as of content_format.with_contents.
+      content_format: as of content_format.with_contents; "openai" is "auto" for a dialect that joins parts.
       dialect: what is done to messages beforehand. Token texts and placeholders are not guarded.
 
     Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being rendered.
@@ -117,6 +117,8 @@ def render_chat(
     checked = dialect.guarded(dialect.written(checked_messages(messages, dialect.joint)))
     _check_options(add_generation_prompt, continue_final_message, tools)
     source = _choose(templates, chat_template, tools)
+    if content_format == "openai" and dialect.joint is not None:
+        content_format = "auto"
     parts, joined = (
         with_contents(each, source, placeholder, content_format) for each in (checked, joined_texts(checked))
     )

@@ -21,7 +21,8 @@ class TemplateOptions:
     Attributes:
       chat_template: Jinja template to use instead of the model's, or the name of a file that holds one.
       chat_template_content_format: what the template gets as a message's content: "string" for a text, with the texts
-        of several parts joined by line breaks; "openai" for a list of parts; "auto" for what the template takes.
+        of several parts joined by line breaks; "openai" for a list of parts, except in the formats of Mistral AI and
+        DeepSeek, which have texts; "auto" for what the template takes.
     """
 
     chat_template: str | None = None

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from jaxengine.config.inputs import chat_template
 from jaxengine.scheduler.base.errors import RequestError
-from jaxengine.tokens.content_format import takes_parts
+from jaxengine.tokens.content_format import CONTENT_FORMATS, takes_parts
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.jaxengine.tokens.test_tokenizer_chat import CHATML, TEMPLATES, tokenizer_with
 from tests.tables import each_row
@@ -174,6 +175,7 @@ def test_several_texts_are_joined_where_the_template_takes_none(tokenizer):
 
 
 def test_a_content_format_that_is_given(tokenizer):
+    assert CONTENT_FORMATS == chat_template.CONTENT_FORMATS
     several = [{"role": "user", "content": [TEXT, "Hi"]}]
     single = [{"role": "user", "content": "Hi"}]
     for template in (CHATML, QWEN):
