@@ -211,16 +211,16 @@ class WeightMethods(CoreMethods):
             self.core.utility("check_paused")
         self._once_paused(None, lambda: weights.sleep(1, ("kv_cache",)))
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Restore what `sleep` has freed, and end the pause once everything is restored. If the engine does not sleep,
-        end the pause at once.
+        end the pause at once. Return whether everything is restored.
 
-        tags: "weights", "kv_cache" or both; None for both. Raises RequestError for another tag, and for weights that
-        were freed at level 2 and have not been replaced; EngineDeadError; jax's RuntimeError or MemoryError if the
-        memory cannot be allocated, in which case the engine still sleeps.
+        tags: "weights", "kv_cache" or both; None for both; "scheduling" for none. Raises RequestError for another tag,
+        and for weights that were freed at level 2 and have not been replaced; EngineDeadError; jax's RuntimeError or
+        MemoryError if the memory cannot be allocated, in which case the engine still sleeps.
         """
         with self._lock:
-            _weights_of(self.core).wake(tags)
+            return _weights_of(self.core).wake(tags)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached prefixes, and return True. Running requests keep their pages.
@@ -385,12 +385,12 @@ class AsyncWeightMethods(ABC):
         await self.between_steps(lambda: self.core.utility("check_paused"))
         await self._once_paused(weights, None, lambda: weights.sleep(1, ("kv_cache",)))
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Restore what `sleep` has freed, and end the pause once everything is restored. If the engine does not sleep,
-        end the pause at once. See `LLM.wake_up` for the argument and errors.
+        end the pause at once. See `LLM.wake_up` for the argument, the result and errors.
         """
         weights = await self._weights()
-        await self.between_steps(lambda: weights.wake(tags))
+        return await self.between_steps(lambda: weights.wake(tags))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached prefixes, and return True. Running requests keep their pages.

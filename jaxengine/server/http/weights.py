@@ -127,7 +127,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-        """Put back "weights", "kv_cache" or by default both; requests run once both are.
+        """Put back "weights", "kv_cache", by "scheduling" neither or by default both; requests run once both are.
 
         Returns `asleep`, the parts that still sleep, and vLLM's fields: `status`, "awake" if none does, else
         "sleeping", and `tags`, those of the request. Raises RequestError for tags that `LLM.wake_up` refuses,

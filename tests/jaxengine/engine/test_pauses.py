@@ -248,8 +248,7 @@ def test_parts_sleep_apart(engine, expected):
             (request,) = scheduler.requests
             await engine.sleep(1, mode="keep", tags=tags)
             assert await engine.is_sleeping() and held() == {"weights", "kv_cache"} - set(tags)
-            await engine.wake_up(tags)
-            assert not await engine.is_paused() and (await early)[0] == whole
+            assert await engine.wake_up(tags) is True and not await engine.is_paused() and (await early)[0] == whole
             assert request.num_preemptions == preempted
             assert await last(PROMPTS[0]) == (expected[0], 0 if preempted else 8)
         await engine.sleep(2, tags=["weights"])

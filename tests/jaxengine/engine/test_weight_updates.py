@@ -479,7 +479,6 @@ def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):
         llm.sleep(1)
         for tensors, strict in (({NORM: stored()[NORM]}, False), (changed(0), True)):
             llm.update_weights(tensors, strict=strict)
-            llm.wake_up(["kv_cache"])
+            assert llm.wake_up(["kv_cache"]) is llm.wake_up(["scheduling"]) is False
             assert llm.is_sleeping() and llm.is_paused()
-        llm.wake_up(["weights"])
-        assert not llm.is_paused() and tokens_of(llm) == before
+        assert llm.wake_up(["weights"]) is True and not llm.is_paused() and tokens_of(llm) == before

@@ -148,6 +148,7 @@ async def test_pause_and_sleep(app, engine):
             ("/sleep?level=1&mode=wait", "/wake_up", "/is_sleeping"),
             ("/sleep?level=1", "/wake_up?tags=weights&tags=kv_cache", "/is_sleeping"),
             ("/sleep?tags=kv_cache", "/wake_up?tags=kv_cache", "/is_sleeping"),
+            ("/sleep?level=0&mode=keep", "/wake_up?tags=scheduling", "/is_paused"),
         ):
             assert (await client.post(begin)).status_code == 200
             assert list((await client.get(state)).json().values()) == [True]

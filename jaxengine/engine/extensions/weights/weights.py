@@ -248,14 +248,15 @@ class Weights(Pauses):
         if self.dozes:
             self.wake()
 
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Put the named parts back on the devices; end the operator's pause once no part sleeps.
+    def wake(self, tags: Sequence[str] | None = None) -> bool:
+        """Put the named parts back on the devices; end the operator's pause once no part sleeps. Return whether none
+        does.
 
-        tags: "weights", "kv_cache" or both; None for both. Weights released at level 2 must be given to `switch` first.
-        Raises RequestError for an unknown tag and for such weights that have not been given; jax's RuntimeError or
-        MemoryError if memory cannot be allocated, with what was allocated released again.
+        tags: "weights", "kv_cache" or both; None for both; "scheduling" for none. Weights released at level 2 must be
+        given to `switch` first. Raises RequestError for an unknown tag and for such weights that have not been given;
+        jax's RuntimeError or MemoryError if memory cannot be allocated, with what was allocated released again.
         """
-        start, wanted = time.monotonic(), self._asleep & _named(tags)
+        start, wanted = time.monotonic(), self._asleep & _named(tags, (WEIGHTS, KV_CACHE, "scheduling"))
         try:
             if WEIGHTS in wanted and not everywhere(self.loop.runner, sleep.restore_weights):
                 text = "the weights were given up at level 2: give new ones by update_weights"
@@ -274,6 +275,7 @@ class Weights(Pauses):
         if not self._asleep:
             self.dozes = False
             self.resume()
+        return not self._asleep
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
@@ -331,14 +333,14 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
     return WeightUpdate(weights.version, new.num_leaves, new.num_bytes, new.seconds, time.monotonic() - start)
 
 
-def _named(tags: Sequence[str] | None) -> set[str]:
+def _named(tags: Sequence[str] | None, known: tuple[str, ...] = (WEIGHTS, KV_CACHE)) -> set[str]:
     """Return the parts that `tags` names as a set; None names all, an empty collection none. Raises RequestError for
     anything but a collection of known tags or None.
     """
     if not isinstance(tags, Collection | None):
         raise refuse("tags", tags, "None or a list of tags")
     for tag in tags or ():
-        _among("tags", tag, (WEIGHTS, KV_CACHE))
+        _among("tags", tag, known)
     return set(PARTS if tags is None else tags)
 
 
