@@ -1,12 +1,14 @@
 """Workloads: the recorded W1, W2, W3 and CHAT, random requests of fixed lengths, and a ragged trace.
 
 Of the recorded ones, whose greedy continuations are those of Hugging Face transformers in float32 for the default
-model, `workloads.json` has the number of token ids of each text, and `workloads.ids.xz` the ids, uint16, in this order.
+model, `workloads.json` has the number of token ids of each text, and then the ids, uint16, in this order, as base64 of
+their LZMA compression.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import itertools
 import json
 import lzma
@@ -53,9 +55,8 @@ def recorded(name: str) -> Workload:
     """
     if name not in NAMES:
         raise ValueError(f"workload is {name!r}; allowed: {', '.join(NAMES)}")
-    folder = files("jaxengine.bench")
-    every = json.loads(folder.joinpath("workloads.json").read_text())
-    ids = iter(memoryview(lzma.decompress(folder.joinpath("workloads.ids.xz").read_bytes())).cast("H"))
+    every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
+    ids = iter(memoryview(lzma.decompress(base64.b64decode(every.pop("ids")))).cast("H"))
     for each in every.values():
         for part in ("prefix", "prompts", "reference"):
             each[part] = [tuple(itertools.islice(ids, length)) for length in each[part]]
