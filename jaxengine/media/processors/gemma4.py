@@ -5,7 +5,7 @@ a budget for each frame, with its time before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
-from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -156,36 +156,16 @@ class Gemma4Processor(GridProcessor):
         }
         return found
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order
-        of the prompt.
-
-        Raises RequestError for another number of items than placeholders, and for a video without a tokenizer.
-        """
-        ids = np.asarray(token_ids, np.int64)
-        at, order = self.placeholders(ids, items)
-        parts: list[int] = []
-        positions: list[np.ndarray] = []
-        copied = 0
-        for place, (modality, number) in zip(at.tolist(), order, strict=True):
-            parts += ids[copied:place].tolist()
-            shown = self._shown(modality, items[modality][number])
-            own = np.flatnonzero(np.asarray(shown) == self.token_ids[modality]) + len(parts)
-            positions.append(own.astype(np.int32))
-            parts += shown
-            copied = place + 1
-        return Expanded([*parts, *ids[copied:].tolist()], positions, order)
-
-    def _shown(self, modality: str, item: Processed) -> list[int]:
-        """Return the tokens of an item of this modality: for an image its placeholders between start and end tokens,
-        for a video these for each frame after its time, MM:SS.
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an item, with -1 for each of its embeddings: those of an image between start and end
+        tokens, or so those of each frame of a video, after its time, MM:SS.
 
         Raises RequestError for a video without a tokenizer.
         """
         begin, end = self.around
-        frame = [begin, *[self.token_ids[modality]] * (item.num_rows // item.grid[0]), end]
+        frame = [begin, *[-1] * (item.num_rows // item.grid[0]), end]
         if modality == "image":
-            return frame
+            return np.asarray(frame)
         if self.tokenizer is None:
             raise RequestError(
                 "a video needs the model's tokenizer, for prompts say when frames are shown", param="video"
@@ -194,7 +174,7 @@ class Gemma4Processor(GridProcessor):
         for seconds in item.seconds:
             said = f"{int(seconds // 60):02d}:{int(seconds % 60):02d} "
             shown += [*self.tokenizer.encode(f" {said}" if shown else said, False), *frame]
-        return shown
+        return np.asarray(shown)
 
     def _asked(self, options: Mapping[str, Any], budget: int) -> int:
         """Return the budget in options, or `budget` if there is none. Raises RequestError unless it is one of BUDGETS,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxengine.media.base.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.mrope import repeated
 from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
@@ -16,8 +15,6 @@ from jaxengine.scheduler.base.errors import RequestError
 
 # Limit of the ratio of an image's sides.
 MAX_ASPECT_RATIO = 200
-# Part of an item in a prompt: tokens before its embeddings, i64[n], their number, and tokens after them, i64[m].
-Chunk = tuple[np.ndarray, int, np.ndarray]
 
 
 class GridProcessor:
@@ -171,30 +168,10 @@ class GridProcessor:
         return time, height, width
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder repeated as often as its item has embeddings. items: by modality, in
-        the order of the prompt.
+        """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order
+        of the prompt.
 
-        Raises RequestError for another number of items than placeholders.
-        """
-        ids = np.asarray(token_ids, np.int64)
-        at, order = self.placeholders(ids, items)
-        counts = [items[kind][number].num_rows for kind, number in order]
-        expanded, starts = repeated(ids, at, counts)
-        spans = zip(starts.tolist(), counts, strict=True)
-        return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
-
-    def expand_chunks(
-        self,
-        token_ids: Sequence[int],
-        items: Mapping[str, Sequence[Processed]],
-        chunks: Callable[[str, Processed], Sequence[Chunk]],
-        embedded_ids: Mapping[str, int],
-    ) -> Expanded:
-        """Return the prompt with each placeholder replaced by the chunks of its item. items: by modality, in the order
-        of the prompt. chunks: function from the modality and the item to the chunks. embedded_ids: the token of each
-        modality at whose positions embeddings go.
-
-        Raises RequestError for another number of items than placeholders, and what `chunks` raises.
+        Raises RequestError for another number of items than placeholders, and what `item_tokens` raises.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -202,17 +179,27 @@ class GridProcessor:
         positions: list[np.ndarray] = []
         copied = end = 0
         for place, (modality, number) in zip(at.tolist(), order, strict=True):
-            parts.append(ids[copied:place])
+            shown = self.item_tokens(modality, items[modality][number])
             end += place - copied
-            spans = []
-            for before, count, after in chunks(modality, items[modality][number]):
-                parts += [before, np.full(count, embedded_ids[modality], np.int64), after]
-                spans.append(np.arange(count, dtype=np.int32) + end + len(before))
-                end += len(before) + count + len(after)
-            positions.append(np.concatenate(spans))
+            positions.append((np.flatnonzero(shown < 0) + end).astype(np.int32))
+            parts += [ids[copied:place], np.where(shown < 0, self.embedded_id(modality), shown)]
+            end += len(shown)
             copied = place + 1
-        whole = np.concatenate([*parts, ids[copied:]]).astype(np.int64)
-        return Expanded(whole.tolist(), positions, order)
+        return Expanded(np.concatenate([*parts, ids[copied:]]).tolist(), positions, order)
+
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an item in the prompt, i64[n], with -1 for each of its embeddings; in this class only
+        these.
+        """
+        return np.full(item.num_rows, -1)
+
+    def embedded_id(self, modality: str) -> int:
+        """Return the token at whose positions embeddings of the modality go; in this class the placeholder."""
+        return self.token_ids[modality]
+
+    def between(self, before: str, count: int, after: str) -> np.ndarray:
+        """Return the tokens of `count` embeddings between two texts, as those of item_tokens. Needs the tokenizer."""
+        return np.concatenate([self.encoded(before), np.full(count, -1), self.encoded(after)])
 
     def check_tokenizer(self, modality: str) -> None:
         """Raise RequestError without a tokenizer, for models whose prompts have text around an item's embeddings."""

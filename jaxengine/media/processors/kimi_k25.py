@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
-from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import Chunk, check_ratio
+from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.kimi_vl import MOST_PATCHES, KimiVLProcessor, read_limit
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -235,30 +235,21 @@ class KimiK25Processor(KimiMediaProcessor):
         rows = np.where(further == 0, chunk * cells + cell, -1).astype(np.int32)
         return found._replace(rows=rows, num_rows=-(-grid[0] // self.tower.most_frames) * cells)
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by the chunks of its item. items: by modality, in the order
-        of the prompt.
-
-        Raises RequestError for another number of items than placeholders, and for a video without a tokenizer.
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an item, with -1 for each of its embeddings: those of each chunk of a video after its
+        time, those of an image alone. Raises RequestError for a video without a tokenizer.
         """
-        return self.expand_chunks(token_ids, items, self._chunks, self.embedded_ids)
-
-    def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
-        """Return the chunks of a video (`item`), one for each temporal step, with its time before it. An image is one
-        chunk, without tokens around its embeddings.
-
-        Raises RequestError for a video without a tokenizer.
-        """
-        none = np.zeros(0, np.int64)
         if modality == "image":
-            return [(none, item.num_rows, none)]
+            return super().item_tokens(modality, item)
         if self.tokenizer is None:
             problem = "a video needs the model's tokenizer, for prompts say when frames are shown"
             raise RequestError(problem, param=modality)
         count = item.num_rows // len(item.seconds)
         before = (f"{_clock(seconds)}<|media_begin|>video<|media_content|>" for seconds in item.seconds)
-        after = self.encoded("<|media_end|>")
-        return [(self.encoded(text), count, after) for text in before]
+        return np.concatenate([self.between(text, count, "<|media_end|>") for text in before])
+
+    def embedded_id(self, modality: str) -> int:
+        return self.embedded_ids[modality]
 
 
 def _clock(seconds: float) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import Chunk
 from jaxengine.media.processors.kimi_k25 import KimiMediaProcessor
 from jaxengine.media.processors.text_placeholder import TextPlaceholder
 from jaxengine.models.config.fields import ConfigFields
@@ -40,17 +39,14 @@ class KimiK3Processor(TextPlaceholder, KimiMediaProcessor):
         return super().process(modality, value, options, most)._replace(size=value.shape[:2])
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each token of a placeholder replaced by the text of the image's size and as many such
-        tokens as it has embeddings.
-
-        Raises RequestError for another number of images than placeholders, and for an image without a tokenizer.
+        """Return the prompt with the tokens of each placeholder replaced by those of its image. Raises RequestError for
+        another number of images than placeholders, and for an image without a tokenizer.
         """
-        ids = token_ids if self.tokenizer is None else self.with_tokens(token_ids)
-        return self.expand_chunks(ids, items, self._chunks, self.token_ids)
+        return super().expand(token_ids if self.tokenizer is None else self.with_tokens(token_ids), items)
 
-    def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
-        """Return the one chunk of an image, between its size and the end of its block. The size is that before the
-        image is scaled; of one given as embeddings, that of its grid.
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an image, with -1 for each of its embeddings, between its size and the end of its block.
+        The size is that before the image is scaled; of one given as embeddings, that of its grid.
 
         Raises RequestError without a tokenizer.
         """
@@ -59,5 +55,5 @@ class KimiK3Processor(TextPlaceholder, KimiMediaProcessor):
             raise RequestError(problem, param=modality)
         patch = self.tower.patch_size
         height, width = item.size or (item.grid[1] * patch, item.grid[2] * patch)
-        before, after = f"<|media_begin|>image {width}x{height}<|media_content|>", "<|media_end|>"
-        return [(np.asarray(self.ids(before), np.int64), item.num_rows, np.asarray(self.ids(after), np.int64))]
+        before = f"<|media_begin|>image {width}x{height}<|media_content|>"
+        return self.between(before, item.num_rows, "<|media_end|>")

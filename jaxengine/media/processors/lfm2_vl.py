@@ -5,7 +5,7 @@ scaled down, follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Expanded, Processed, check_room
+from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -201,45 +201,22 @@ class Lfm2VlProcessor(GridProcessor):
         tiles = [(self.tile // patch, self.tile // patch)] * (rows * columns)
         return tiles + [(whole[0] // patch, whole[1] // patch)] * _has_whole(rows, columns, limits)
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by its image's crops, each after its name if there are
-        several, between the start and end tokens. items: by modality, in the order of the prompt.
-
-        Raises RequestError for another number of items than placeholders.
-        """
-        at, order = self.placeholders(np.asarray(token_ids, np.int64), items)
-        out: list[int] = []
-        positions: list[np.ndarray] = []
-        done = 0
-        for place, (modality, number) in zip(at.tolist(), order, strict=True):
-            out += token_ids[done:place]
-            pieces = np.asarray(self._pieces(items[modality][number]), np.int64)
-            positions.append((len(out) + np.flatnonzero(pieces < 0)).astype(np.int32))
-            out += np.where(pieces < 0, self.token_ids[modality], pieces).tolist()
-            done = place + 1
-        return Expanded([*out, *token_ids[done:]], positions, order)
-
-    def _pieces(self, item: Processed) -> list[int]:
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
         """Return the tokens of an image (`item`): its crops, each after its name if there are several, between the
         start and end tokens, with -1 for each embedding.
         """
         merge = self.tower.spatial_merge_size
         crops = [(high // merge) * (wide // merge) for high, wide in item.crops or (item.grid[1:],)]
-        start, end = self._ids("<|image_start|>"), self._ids("<|image_end|>")
         first = item.crops[0] if item.crops else item.grid[1:]
         high, wide = item.grid[1] // first[0], item.grid[2] // first[1]
         if high * wide == 1:
-            return [*start, *[-1] * crops[0], *end]
-        pieces = list(start)
+            return self.between("<|image_start|>", crops[0], "<|image_end|>")
+        pieces = [self.encoded("<|image_start|>")]
         for number, count in enumerate(crops):
             row, column = number // wide + 1, number % wide + 1
             name = f"<|img_row_{row}_col_{column}|>" if number < high * wide else "<|img_thumbnail|>"
-            pieces += [*self._ids(name), *[-1] * count]
-        return [*pieces, *end]
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+            pieces += [self.encoded(name), np.full(count, -1)]
+        return np.concatenate([*pieces, self.encoded("<|image_end|>")])
 
     def _cut_of(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return ((height, width) in pixels of the whole image after resizing, (rows, columns) of its tiles, (0, 0) for

@@ -4,14 +4,14 @@ its time; patches attend to those of a few steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import Chunk, GridProcessor
+from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.grids import GridProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor, Sizes
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, read_settings
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
@@ -90,20 +90,13 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
         segment, frame = np.divmod(found["segment"], self.segment_steps or grid[0])
         return {**found, "segment": segment, "frame": frame}
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order
-        of the prompt.
+    expand = GridProcessor.expand  # without M-RoPE positions
 
-        Raises RequestError for another number of items than placeholders, and for an item without a tokenizer.
-        """
-        return self.expand_chunks(token_ids, items, self._chunks, self.token_ids)
-
-    def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
-        """Return the chunks of an item, one for each temporal step: embeddings between the tokens of an image's start
-        and end, in a video after the step's time. Raises RequestError without a tokenizer.
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an item, with -1 for each of its embeddings: those of each temporal step between the
+        tokens of an image's start and end, in a video after the step's time. Raises RequestError without a tokenizer.
         """
         self.check_tokenizer(modality)
         steps = item.grid[0]
         times = [f"]<]{seconds:.1f} seconds[>[" for seconds in item.seconds] or [""] * steps
-        after = self.encoded(_END)
-        return [(self.encoded(time + _START), item.num_rows // steps, after) for time in times]
+        return np.concatenate([self.between(time + _START, item.num_rows // steps, _END) for time in times])

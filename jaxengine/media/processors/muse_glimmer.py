@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
-from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, Chunk, GridProcessor, check_ratio
+from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
 from jaxengine.media.processors.qwen2_vl import window_order
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -174,32 +174,24 @@ class MuseGlimmerProcessor(GridProcessor):
         """
         return window_order(self.tower, grid)
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order
-        of the prompt.
-
-        Raises RequestError for another number of items than placeholders, and for an item without a tokenizer.
-        """
-        return self.expand_chunks(token_ids, items, self._chunks, self.token_ids)
-
-    def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
-        """Return the chunks of an item: an image between its start and end, or each temporal step of a video after its
-        time, with the video's start before the first, its end after the last, and a separator between them.
-
-        Raises RequestError without a tokenizer.
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an item, with -1 for each of its embeddings: an image between its start and end, or each
+        temporal step of a video after its time, with the video's start before the first, its end after the last, and a
+        separator between them. Raises RequestError without a tokenizer.
         """
         self.check_tokenizer(modality)
         if modality == "image":
-            return [(self.encoded(_IMAGE_START), item.num_rows, self.encoded(_IMAGE_END))]
+            return self.between(_IMAGE_START, item.num_rows, _IMAGE_END)
         count, last = item.num_rows // len(item.seconds), len(item.seconds) - 1
-        return [
-            (
-                self.encoded(("" if step else _VIDEO_START) + _TIME.format(timestamp=seconds)),
+        steps = [
+            self.between(
+                ("" if step else _VIDEO_START) + _TIME.format(timestamp=seconds),
                 count,
-                self.encoded(_VIDEO_END if step == last else _BETWEEN),
+                _VIDEO_END if step == last else _BETWEEN,
             )
             for step, seconds in enumerate(item.seconds)
         ]
+        return np.concatenate(steps)
 
 
 def _grids(limit: int) -> list[tuple[int, int]]:

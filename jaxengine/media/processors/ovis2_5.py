@@ -117,16 +117,10 @@ class Ovis2_5Processor(TokenPositions):
         return {**found, "mark": np.zeros_like(found["row"])}
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with <|image_pad|> in place of each placeholder, as often as its item has embeddings.
-        items: by modality, in the order of the prompt.
+        return super().expand([self._tokens.get(token, token) for token in token_ids], items)
 
-        Raises RequestError for another number of items than placeholders.
-        """
-        none, image = np.zeros(0, np.int64), self.token_ids["image"]
-        known = [self._tokens.get(token, token) for token in token_ids]
-        return self.expand_chunks(
-            known, items, lambda _, item: [(none, item.num_rows, none)], dict.fromkeys(_TEXTS, image)
-        )
+    def embedded_id(self, modality: str) -> int:
+        return self.token_ids["image"]
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return `grid` unchanged. Raises RequestError without a grid, and for one that is not one frame of whole

@@ -5,14 +5,14 @@ of an image.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Expanded, MediaProcessor, Processed
+from jaxengine.media.base.processor import MediaProcessor, Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
 from jaxengine.media.processors.llava import SelectingProcessor
 from jaxengine.media.processors.settings import (
@@ -115,29 +115,14 @@ class PixtralProcessor(GridProcessor):
         grid = 1, height // self.tower.patch_size, width // self.tower.patch_size
         return self.processed(np.empty((int(np.prod(grid)), 0), np.float32), grid)
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by lines of placeholders, each ended by the break token, the
-        last by the end token. items: by modality, in the order of the prompt.
-
-        Raises RequestError for another number of items than placeholders, and for images without a tokenizer.
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an image (`item`), with -1 for each of its embeddings: lines of these, each ended by the
+        break token, the last by the end token. Raises RequestError without a tokenizer.
         """
-        ids = np.asarray(token_ids, np.int64)
-        at, order = self.placeholders(ids, items)
-        token, (between, last) = self.token_ids["image"], self._mark_ids() if len(at) else (0, 0)
-        parts: list[np.ndarray] = []
-        positions: list[np.ndarray] = []
-        copied = length = 0
-        for place, (_, number) in zip(at.tolist(), order, strict=True):
-            _, rows, columns = self.merged(items["image"][number])
-            lines = np.full((rows, columns + 1), token, np.int64)
-            lines[:, -1] = between
-            lines[-1, -1] = last
-            picture = lines.reshape(-1)
-            length += place - copied
-            positions.append((np.flatnonzero(picture == token) + length).astype(np.int32))
-            parts += [ids[copied:place], picture]
-            length, copied = length + len(picture), place + 1
-        return Expanded(np.concatenate([*parts, ids[copied:]]).tolist(), positions, order)
+        _, rows, columns = self.merged(item)
+        lines = np.full((rows, columns + 1), -1)
+        lines[:, -1], lines[-1, -1] = self._mark_ids()
+        return lines.reshape(-1)
 
     def _resized_size(self, height: int, width: int, longest: int) -> tuple[int, int]:
         """Return (height, width) in pixels of an image after resizing, as by transformers'
@@ -196,9 +181,7 @@ def _read_longest(fields: ConfigFields) -> int:
 class LightOnOcrProcessor(PixtralProcessor):
     """Processor of LightOnOcrForConditionalGeneration: Pixtral's, without tokens between the lines of an image."""
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt of GridProcessor.expand."""
-        return GridProcessor.expand(self, token_ids, items)
+    item_tokens = GridProcessor.item_tokens
 
 
 def llava_or_pixtral(

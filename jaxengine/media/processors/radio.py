@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from jaxengine.media.base.processor import Expanded, Processed
-from jaxengine.media.processors.grids import Chunk, GridProcessor
+from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.grids import GridProcessor
 from jaxengine.media.processors.text_placeholder import with_one_token
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
@@ -94,29 +94,22 @@ class RadioProcessor(GridProcessor):
         longer = np.maximum(found["height"], found["width"])
         return {**found, "longer": longer, "kind": np.full_like(longer, _IMAGE)}
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order
-        of the prompt.
-
-        Raises RequestError for another number of items than placeholders, and for an item without a tokenizer.
-        """
-        embedded = dict.fromkeys(self.modalities, self.token_ids["image"])
-        return self.expand_chunks(token_ids, items, self._chunks, embedded)
-
-    def _chunks(self, modality: str, item: Processed) -> list[Chunk]:
-        """Return the chunks of an item: an image between its start and end, or so each step of a video, after the
-        numbers and times of its frames. Raises RequestError without a tokenizer.
+    def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
+        """Return the tokens of an item, with -1 for each of its embeddings: an image between its start and end, or so
+        each step of a video, after the numbers and times of its frames. Raises RequestError without a tokenizer.
         """
         self.check_tokenizer(modality)
-        after, steps = self.encoded(_END), item.grid[0]
         if modality == "image":
-            return [(self.encoded(_START), item.num_rows, after)]
-        depth, chunks = self.tower.temporal_patch_size, list[Chunk]()
+            return self.between(_START, item.num_rows, _END)
+        steps, depth, tokens = item.grid[0], self.tower.temporal_patch_size, list[np.ndarray]()
         for step in range(steps):
             shown = [_named(n, item.seconds[n], n % depth) for n in range(len(item.seconds)) if n // depth == step]
             before = ("\n" if step else "") + " and ".join(shown) + f": {_START}"
-            chunks.append((self.encoded(before), item.num_rows // steps, after))
-        return chunks
+            tokens.append(self.between(before, item.num_rows // steps, _END))
+        return np.concatenate(tokens)
+
+    def embedded_id(self, modality: str) -> int:
+        return self.token_ids["image"]
 
 
 def _named(number: int, seconds: float, place: int) -> str:

@@ -4,13 +4,13 @@ dots.ocr, EXAONE 4.5, HyperCLOVA X SEED Think 32B, LLaVA-OneVision 1.5, OpenCUA 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.grids import GridProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.models.config.model_config import ModelConfig
@@ -42,9 +42,7 @@ class TokenPositions(Qwen2VLProcessor):
         before, after = self.around_texts
         return f"{before}{GridProcessor.placeholder(self, modality)}{after}"
 
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt of GridProcessor.expand, without M-RoPE positions."""
-        return GridProcessor.expand(self, token_ids, items)
+    expand = GridProcessor.expand  # without M-RoPE positions
 
 
 class DotsOcrProcessor(TokenPositions):
