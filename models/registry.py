@@ -31,14 +31,19 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family, with_numbers, with_stored_biases
-from jaxengine.models.config.readers.hf import config_file, hf_architecture, read_config_json, with_usual_fields
+from jaxengine.models.config.readers.hf import (
+    config_file,
+    errors_of,
+    hf_architecture,
+    read_config_json,
+    with_usual_fields,
+)
 from jaxengine.models.layers.drafts.dflash import DFlash
 from jaxengine.models.layers.drafts.eagle import Eagle
 from jaxengine.models.layers.drafts.eagle3 import Eagle3
 from jaxengine.models.layers.drafts.next_token import next_token_class, with_next_layer
 from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.declare import declared_params
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import MODEL, CheckpointNames
 from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.quantization.registry import PLAIN, read_quantization
@@ -240,10 +245,8 @@ def read_folder(folder: Path, raw: Mapping[str, Any] | None = None) -> ModelConf
     raw: content to use instead of the folder's config.json; None to read the file.
     """
     raw = read_config_json(folder) if raw is None else raw
-    try:
+    with errors_of(folder / config_file(folder)):
         return read_hf(raw)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
 def read_gguf(
@@ -308,11 +311,9 @@ def read_eagle(folder: Path, model: ModelConfig) -> EagleConfig:
     together is not checked here.
     """
     raw = read_config_json(folder)
-    try:
+    with errors_of(folder / config_file(folder)):
         fields = eagle.head_fields({"vocab_size": model.vocab_size, **with_usual_fields(raw)})
         return eagle.read_head(fields, model_for_hf(hf_architecture(fields)).read_hf(fields))
-    except ModelConfigError as error:
-        raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
@@ -322,11 +323,9 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
     model: config of the model whose hidden states the head reads; whether they fit together is not checked here.
     """
     raw = read_config_json(folder)
-    try:
+    with errors_of(folder / config_file(folder)):
         fields = eagle3.head_fields(with_usual_fields(raw))
         return eagle3.read_head(fields, model_for_hf(hf_architecture(fields)).read_hf(fields), model)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
 def read_dflash(folder: Path, model: ModelConfig, method: str = dflash.DFLASH) -> DFlashConfig:
@@ -337,12 +336,10 @@ def read_dflash(folder: Path, model: ModelConfig, method: str = dflash.DFLASH) -
     together is not checked here. method: dflash.DFLASH or DSPARK.
     """
     raw = read_config_json(folder)
-    try:
+    with errors_of(folder / config_file(folder)):
         fields = dflash.head_fields({"vocab_size": model.vocab_size, **with_usual_fields(raw)}, method)
         layers = model_for_hf(hf_architecture(fields)).read_hf(dflash.without_windows(fields))
         return dflash.read_head(fields, layers, method)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / config_file(folder), str(error)) from error
 
 
 def read_next_token(folder: Path, model: ModelConfig) -> ModelConfig:

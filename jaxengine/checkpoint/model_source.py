@@ -35,7 +35,7 @@ from jaxengine.models.config.compressed import TOKEN_MAP
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import RopeFactors
-from jaxengine.models.config.readers.hf import CONFIG_FILE, config_file, read_config_json
+from jaxengine.models.config.readers.hf import CONFIG_FILE, config_file, errors_of, read_config_json
 from jaxengine.models.config.readers.overrides import UnreadError, check_read, overridden, overridden_metadata
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MISTRAL, inside, read_object
@@ -253,7 +253,7 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
     for options that do not fit, ModelFileError for an invalid file.
     """
     tied = HEAD not in file.names()
-    try:
+    with errors_of(path):
         pooling = pooling_of_gguf(file.metadata, config, file.stored)
         pooler = None if pooling is None else pooling.pooler
         factors = _rope_factors(file)
@@ -261,8 +261,6 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
             metadata = overridden_metadata(file.metadata, config.hf_overrides or {})
         facts: dict[str, Any] = {"biased": file.biased, "stored": file.stored}
         model = read_gguf(metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler, **facts)
-    except ModelConfigError as error:
-        raise ModelFileError(path, str(error)) from error
     if pooling is not None:
         pooling = with_token_rows(pooling, model, makes_types=lambda: False)
     if config.quantization == "gguf":
@@ -451,7 +449,7 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path
     fields = ConfigFields(read_object(folder, GENERATION) or {})
-    try:
+    with errors_of(folder / GENERATION):
         ends = [end for end in fields.token_ids("eos_token_id") if end < model.vocab_size]
         names = () if model.tower is not None and model.tower.has_rules else ("suppress_tokens",)
         suppressed = [each for name in names for each in fields.token_ids(name, least=-1, most=_MAX_SUPPRESSED)]
@@ -459,8 +457,6 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
         if len(set(suppressed)) == model.vocab_size:
             raise fields.fail("suppress_tokens", "a list without some token of the vocabulary")
         tower = None if model.tower is None else model.tower.with_generation(fields)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / GENERATION, str(error)) from error
     ends, suppressed = (tuple(dict.fromkeys(each)) for each in ((*model.eos_token_ids, *ends), suppressed))
     return replace(model, eos_token_ids=ends, suppressed_tokens=suppressed, tower=tower)
 

@@ -23,6 +23,7 @@ from jaxengine.models.config.pooler import (
     Dense,
     Splade,
 )
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_object, read_text
 
@@ -148,12 +149,10 @@ def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
     within `folder`. Raises ModelFileError for invalid fields.
     """
     fields = ConfigFields(read_object(folder, name := f"{path}/config.json") or {})
-    try:
+    with errors_of(folder / name):
         fields.require(module_input_name="causal_logits")
         yes = fields.integer("true_token_id", minimum=0)
         no = fields.integer("false_token_id", None, minimum=0)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / name, str(error)) from error
     if no is None:
         return {"classifier_from_token": [yes], "method": "no_post_processing"}
     return {"classifier_from_token": [no, yes], "method": "from_2_way_softmax"}
@@ -187,10 +186,8 @@ def _read_splade(folder: Path, path: str) -> Splade:
     """
     name = f"{path}/config.json"
     fields = ConfigFields(read_object(folder, name) or {})
-    try:
+    with errors_of(folder / name):
         strategy, kind = fields.text("pooling_strategy", "max"), fields.text("activation_function", "relu")
-    except ModelConfigError as error:
-        raise ModelFileError(folder / name, str(error)) from error
     logs = {"relu": 1, "log1p_relu": 2}
     for field, value, allowed in (("pooling_strategy", strategy, ("max", "sum")), ("activation_function", kind, logs)):
         if value not in allowed:
@@ -211,12 +208,10 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
         raise ModelFileError(folder / name, "cannot be read: there is no such file")
     mode, fields = raw.get("pooling_mode"), ConfigFields(raw)
     modes = [mode] if isinstance(mode, str) else mode
-    try:
+    with errors_of(folder / name):
         if modes is None:
             modes = [each for field, each in _EARLIER_MODES.items() if fields.boolean(field, False)] or ["mean"]
         includes_prompt = fields.boolean("include_prompt", True)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / name, str(error)) from error
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in [*_MODES]:
         text = f"pooling_mode must be one of {', '.join(_MODES)}, got {str(modes)[:100]}"
         raise ModelFileError(folder / name, text)
@@ -234,7 +229,7 @@ def _read_dense(folder: Path, path: str) -> Dense:
     if raw is None or not path:
         raise ModelFileError(folder / name, "cannot be read: there is no such file")
     fields = ConfigFields(raw)
-    try:
+    with errors_of(folder / name):
         fields.require(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
         fields.require(use_residual=False)
         sizes = fields.integer("in_features"), fields.integer("out_features")
@@ -245,8 +240,6 @@ def _read_dense(folder: Path, path: str) -> Dense:
         if max(sizes) > MAX_HIDDEN:
             raise ModelConfigError(f"in_features and out_features must be at most {MAX_HIDDEN}, got {sizes}")
         return Dense(*sizes, fields.boolean("bias", True), activation, path)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / name, str(error)) from error
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
@@ -282,7 +275,7 @@ def reads_messages(folder: Path, *, parts: bool = False) -> bool:
     """
     file, raw = _read_transformer(folder)
     fields = ConfigFields(raw)
-    try:
+    with errors_of(folder / file):
         kinds, more = (fields.mapping(name) or {} for name in ("modality_config", "processing_kwargs"))
         if "message" not in kinds:
             return False
@@ -290,8 +283,6 @@ def reads_messages(folder: Path, *, parts: bool = False) -> bool:
         message = ConfigFields(ConfigFields(kinds).mapping("message") or {})
         if not parts or message.value("format", None) != "structured":
             message.require(format="flat")
-    except ModelConfigError as error:
-        raise ModelFileError(folder / file, str(error)) from error
     return True
 
 

@@ -14,9 +14,9 @@ from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.log_mel import HOP, log_mel
 from jaxengine.media.processors.settings import WHOLE
 from jaxengine.media.processors.sounds import AskedTranscripts, SoundProcessor, check_length, frames_of
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.files import read_object
 
 # Limit of the seconds in the settings of a processor.
@@ -43,13 +43,11 @@ class AudioFlamingo3Processor(SoundProcessor):
         super().__init__(folder, {"audio_token_id": self.usual_token, **given}, model_config, tokenizer)
         path, window = Path(folder) / WHOLE, self.num_frames * HOP
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
-        try:
+        with errors_of(path):
             self.features.require(chunk_length=window // RATE if window % RATE == 0 else window / RATE)
             seconds = whole.number("max_audio_len", self.longest)
             if not window <= seconds * RATE <= MOST_SECONDS * RATE:
                 raise whole.fail("max_audio_len", f"a number of seconds from {window / RATE:g} to {MOST_SECONDS}")
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         self.most_samples = int(seconds * RATE) // window * window
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
@@ -116,7 +114,5 @@ class GlmAsrProcessor(AskedTranscripts, AudioFlamingo3Processor):
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
-        try:
+        with errors_of(Path(folder) / WHOLE):
             self.request = whole.text("default_transcription_prompt", "Please transcribe this audio into text")
-        except ModelConfigError as error:
-            raise ModelFileError(Path(folder) / WHOLE, str(error)) from None

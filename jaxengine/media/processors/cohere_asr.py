@@ -18,8 +18,9 @@ from jaxengine.media.processors.attended import PieceProcessor
 from jaxengine.media.processors.log_mel import HOP, required_features
 from jaxengine.media.processors.nemo_mel import LENGTH, WINDOW, nemo_mel
 from jaxengine.media.processors.settings import check_options
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -52,10 +53,8 @@ class CohereAsrProcessor(PieceProcessor):
         self.num_frames, self.num_bins, self.tokenizer = tower.unit, tower.num_features, tokenizer
         wanted = {"feature_size": self.num_bins, "n_fft": LENGTH, "win_length": WINDOW, "hop_length": HOP}
         features = required_features(folder, **wanted, sampling_rate=RATE, padding_side="right", padding_value=0.0)
-        try:
+        with errors_of(folder):
             self._read(features)
-        except ModelConfigError as error:
-            raise ModelFileError(folder, str(error)) from error
         if tokenizer is not None:
             find = tokenizer.backend.token_to_id
             if missing := [token for token in (*_BEGIN, *_END) if find(token) is None]:

@@ -25,8 +25,9 @@ from jaxengine.media.processors.settings import (
     read_settings,
     shown_at,
 )
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -88,14 +89,12 @@ class Gemma4Processor(GridProcessor):
             pooling_kernel_size=3,
             max_soft_tokens=_DEFAULTS[modality],
         )
-        try:
+        with errors_of(path):
             fields.require(patch_size=self.tower.patch_size, pooling_kernel_size=self.tower.spatial_merge_size)
             budget = fields.integer(_BUDGET)
             if budget > self._most:
                 raise fields.fail(_BUDGET, f"1 to {self._most}, with which every patch has a learned position")
             return Settings(Pixels.read(fields), budget)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
 
     @property
     def _most(self) -> int:

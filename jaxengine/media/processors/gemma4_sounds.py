@@ -17,9 +17,9 @@ from jaxengine.media.processors.log_mel import HOP, required_features
 from jaxengine.media.processors.paired import PairedProcessor
 from jaxengine.media.processors.sounds import SoundProcessor, check_length
 from jaxengine.media.processors.usm_mel import UsmMel
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 
 _LONGEST = 30 * RATE
 # transformers' ids of tokens that a configuration does not name.
@@ -64,10 +64,8 @@ class Gemma4SoundProcessor(SoundProcessor):
         """
         wanted = {"feature_size": self.num_bins, "hop_length": HOP, "hop_length_ms": 10.0, "sampling_rate": RATE}
         fields = required_features(folder, **wanted, dither=0.0, padding_side="right")
-        try:
+        with errors_of(folder):
             self.mel = UsmMel.read(fields, self.num_bins)
-        except ModelConfigError as error:
-            raise ModelFileError(folder, str(error)) from None
         return fields
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:

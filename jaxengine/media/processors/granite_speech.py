@@ -13,9 +13,9 @@ import numpy as np
 from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.log_mel import HOP, htk_filters, log_spectrogram, required_features
 from jaxengine.media.processors.sounds import AskedTranscripts, SoundProcessor, check_length
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 _LENGTH, _WINDOW = 512, 400  # samples of a Fourier transform, and of a window
@@ -43,11 +43,9 @@ class GraniteSpeechProcessor(AskedTranscripts, SoundProcessor):
         sizes = {"projector_window_size": queries.window, "sampling_rate": RATE}
         found = required_features(folder, **sizes, projector_downsample_rate=queries.window // queries.num_queries)
         mels = {"sample_rate": RATE, "n_fft": _LENGTH, "win_length": _WINDOW, "hop_length": HOP, "n_mels": bins}
-        try:
+        with errors_of(folder):
             for fields in (found, ConfigFields(found.mapping("melspec_kwargs") or {})):
                 fields.require(**mels)
-        except ModelConfigError as error:
-            raise ModelFileError(folder, str(error)) from None
         return found
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:

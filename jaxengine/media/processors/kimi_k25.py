@@ -25,7 +25,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 # Default limits of patches of an image, of a frame, and along a side.
@@ -110,10 +110,8 @@ class KimiK25Processor(KimiMediaProcessor):
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, found = read_settings(Path(folder), VIDEOS, IMAGES)
-        try:
+        with errors_of(path):
             self.frame_pixels, self.frame_limit = self.read_frames(found)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         self.settings += f" {self.frame_pixels!r} {self.frame_limit}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:

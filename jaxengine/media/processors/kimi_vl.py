@@ -22,9 +22,9 @@ from jaxengine.media.processors.settings import (
     read_settings,
 )
 from jaxengine.media.processors.units import integer_option
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 # Exclusive limit of patches along a side: the size of the tower's position table.
@@ -60,10 +60,8 @@ class KimiVLProcessor(GridProcessor):
         self.read_tokens(ConfigFields(config_json), model_config)
         self.check_token_ids(model_config)
         path, found = read_settings(Path(folder), IMAGES)
-        try:
+        with errors_of(path):
             self.pixels, self.limit = self.read_images(found)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.most_side} {self.tower!r}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:

@@ -29,7 +29,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.media.processors.units import boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 _MOST_TILES, _MOST_TOKENS = 64, 1 << 14
@@ -71,12 +71,10 @@ class Lfm2VlProcessor(GridProcessor):
         self.token_ids = {"image": ConfigFields(config_json).integer("image_token_id", 396, minimum=0)}
         self.check_token_ids(model_config)
         path, found = read_settings(Path(folder), IMAGES)
-        try:
+        with errors_of(path):
             half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
             self.pixels = Pixels.read(found.with_defaults(**half, resample=_BILINEAR))
             self._read_sizes(found)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         self.limits = self._limits({})
         about = f"{self.limits} {self.tile} {self.tolerance}"
         self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxengine.media.base.samples import RATE
 from jaxengine.media.processors.settings import WHOLE
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.files import read_object
 
 # Windows of 25 milliseconds, 10 apart, at the one rate of the models.
@@ -42,10 +42,8 @@ def required_features(folder: Path, **wanted: Any) -> ConfigFields:
     whole = read_object(folder, WHOLE) or {}
     own = next((whole[key] for key in _FEATURES[:-1] if whole.get(key)), None)
     fields = ConfigFields(own or read_object(folder, _FEATURES[-1]) or {})
-    try:
+    with errors_of(folder / _FEATURES[-1]):
         fields.require(**wanted)
-    except ModelConfigError as error:
-        raise ModelFileError(folder / _FEATURES[-1], str(error)) from error
     return fields
 
 

@@ -30,6 +30,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 
@@ -91,13 +92,11 @@ class MiniCPMVProcessor(GridProcessor):
         self.check_token_ids(model_config)
         self.has_canvas = any(layer.rope is not None and layer.rope.sections for layer in model_config.attention)
         path, found = read_settings(Path(folder), IMAGES)
-        try:
+        with errors_of(path):
             settings = found.with_defaults(**self.defaults_of(found))
             self.pixels = Pixels.read(settings)
             self.check_tower(settings)
             self._read_crops(settings)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         texts = _read_marks(Path(folder))
         # Between two rows of slices.
         self._line_break: list[int] = tokenizer.encode("\n", add_special_tokens=False)

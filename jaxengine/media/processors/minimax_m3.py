@@ -16,7 +16,7 @@ from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor, Sizes
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, read_settings
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 
 _TOKENS = {"image": 200025, "video": 200026}
 _START, _END = "]<]start of image[>[", "]<]end of image[>["
@@ -53,11 +53,9 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
             raise ModelConfigError(f"video_token_id must be another token than that of images, {tokens}")
         super().__init__(folder, tokens, model_config, tokenizer)
         path, found = read_settings(Path(folder), VIDEOS, IMAGES)
-        try:
+        with errors_of(path):
             unlimited = _STEPS in found.raw and not found.has(_STEPS)
             self.segment_steps: int = 0 if unlimited else found.integer(_STEPS, 4)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         self.settings += f" {self.segment_steps}"
 
     def read_sizes(self, modality: str, found: ConfigFields) -> Sizes:

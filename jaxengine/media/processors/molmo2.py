@@ -29,6 +29,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.media.processors.tiles import MAX_TILES
 from jaxengine.media.processors.units import UnitProcessor, check_placeholders, integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.config.tower import SHARES
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
@@ -437,7 +438,7 @@ def _read_form(folder: Path) -> _Form:
     image_use_col_tokens. Raises ModelFileError for invalid settings.
     """
     fields = ConfigFields(read_object(folder, WHOLE) or {})
-    try:
+    with errors_of(folder / WHOLE):
         columns, frames, start, special = (
             fields.boolean(name, default, null_is_false=True)
             for name, default in (
@@ -452,7 +453,5 @@ def _read_form(folder: Path) -> _Form:
             if fields.has("use_single_crop_col_tokens")
             else columns
         )
-    except ModelConfigError as error:
-        raise ModelFileError(folder / WHOLE, str(error)) from None
     around = (_FRAME_START, _FRAME_END) if special else (_START, _END)
     return _Form(columns, whole, frames, _LOW_START if start else _START, *around)

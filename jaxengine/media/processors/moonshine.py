@@ -13,9 +13,9 @@ from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.attended import PieceProcessor
 from jaxengine.media.processors.log_mel import required_features
 from jaxengine.media.processors.settings import check_options
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 _TINY = 1e-7  # what is added to a variance
@@ -46,10 +46,8 @@ class MoonshineProcessor(PieceProcessor):
         self.most, self.tokenizer = self.num_frames * self.size, tokenizer
         padding = {"padding_side": "right", "padding_value": 0.0}
         features = required_features(folder, feature_size=1, sampling_rate=RATE, **padding)
-        try:
+        with errors_of(folder):
             self.normalizes = features.boolean("do_normalize", bool(features.raw))
-        except ModelConfigError as error:
-            raise ModelFileError(folder, str(error)) from error
         fields = ConfigFields(config_json)
         self.start = fields.integer("decoder_start_token_id", 1, minimum=0)
         if self.start >= model_config.vocab_size:

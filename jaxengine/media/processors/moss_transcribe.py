@@ -18,7 +18,7 @@ from jaxengine.media.processors.sounds import AskedTranscripts, frames_of
 from jaxengine.media.processors.units import check_placeholders
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.media import AUDIO
 
@@ -41,14 +41,12 @@ class MossTranscribeProcessor(AskedTranscripts, AudioFlamingo3Processor):
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         fields = ConfigFields(read_object(Path(folder), WHOLE) or {})
-        try:
+        with errors_of(Path(folder) / WHOLE):
             fields.require(audio_merge_size=self.tower.joined)
             self.per_second = fields.number("audio_tokens_per_second", 12.5)
             self.every = fields.integer("time_marker_every_seconds", 2, minimum=0)
             if self.every > MOST_SECONDS:
                 raise fields.fail("time_marker_every_seconds", f"0 to {MOST_SECONDS}")
-        except ModelConfigError as error:
-            raise ModelFileError(Path(folder) / WHOLE, str(error)) from None
         if self.every and tokenizer is None:
             raise ModelConfigError("this model's sounds need its tokenizer: leave skip_tokenizer_init False")
         self.settings = f"{self.settings} {self.per_second} {self.every}"

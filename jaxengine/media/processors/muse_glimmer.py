@@ -27,9 +27,9 @@ from jaxengine.media.processors.settings import (
     shown_at,
 )
 from jaxengine.media.processors.units import integer_option
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 
 _MOST, _LANCZOS = 1 << 16, 1
 # Modality -> setting that limits an image's or a frame's embeddings, and its default.
@@ -71,10 +71,8 @@ class MuseGlimmerProcessor(GridProcessor):
         self.limits: dict[str, int] = {}
         for kind, places in {"image": (IMAGES,), "video": (VIDEOS, IMAGES)}.items():
             path, found = read_settings(Path(folder), *places)
-            try:
+            with errors_of(path):
                 self.pixels[kind], self.limits[kind] = self._read(kind, found)
-            except ModelConfigError as error:
-                raise ModelFileError(path, str(error)) from None
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.limits!r} {self.tower!r}"
 
     def _read(self, modality: str, found: ConfigFields) -> tuple[Pixels, int]:

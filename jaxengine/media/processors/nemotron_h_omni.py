@@ -28,9 +28,9 @@ from jaxengine.media.processors.settings import (
     read_settings,
 )
 from jaxengine.media.processors.units import integer_option
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 _MOST = 1 << 16
@@ -72,10 +72,8 @@ class NemotronHOmniProcessor(RadioProcessor):
         self.pixels, budgets = dict[str, Pixels](), dict[str, Budget]()
         for kind, places in {"image": (IMAGES,), "video": (VIDEOS, IMAGES)}.items():
             path, found = read_settings(Path(folder), *places)
-            try:
+            with errors_of(path):
                 self.pixels[kind], budgets[kind] = self._read(kind, found)
-            except ModelConfigError as error:
-                raise ModelFileError(path, str(error)) from None
         images, frames = budgets["image"], budgets["video"]
         self.budget = Budget(images.least, images.most, frames.target, frames.square)
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.budget!r} {self.tower!r}"

@@ -29,9 +29,9 @@ from jaxengine.media.processors.settings import (
 )
 from jaxengine.media.processors.tiles import MAX_TILES, largest_share, nearest_tiling, tilings
 from jaxengine.media.processors.units import integer_option
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 _IMAGE_TOKEN, _TILES = "<image>", "max_num_tiles"
@@ -66,10 +66,8 @@ class TiledRadioProcessor(RadioProcessor):
         factor, most = self.factor, self.tower.side * self.tower.patch_size
         if self.side % factor or self.side > most:
             raise outer.fail("force_image_size", f"a multiple of {factor}, at most {most}")
-        try:
+        with errors_of(path):
             self._read(found, {name: outer.value(name) for name in _OUTER if outer.has(name)})
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         about = self.pixels, self.side, self.max_tiles, self.adds_whole
         self.settings = f"{type(self).__name__} {about!r} {self.tower!r}"
 

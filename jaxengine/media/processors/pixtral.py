@@ -29,8 +29,8 @@ from jaxengine.media.processors.settings import (
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.config.readers.mistral import PARAMS_FILE
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -60,11 +60,9 @@ class PixtralProcessor(GridProcessor):
         settings = found.with_defaults(
             image_mean=list(CLIP_MEAN), image_std=list(CLIP_STD), size={"longest_edge": 1024}
         )
-        try:
+        with errors_of(path):
             self.pixels, self.longest = Pixels.read(settings), _read_longest(settings)
             self.rounds = path.name == PARAMS_FILE
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         whole = ConfigFields(read_object(Path(folder), "processor_config.json") or {})
         self.marks = whole.text("image_break_token", BREAK), whole.text("image_end_token", END)
         resizing = f"{self.pixels!r} {self.longest} {self.rounds}"

@@ -34,7 +34,7 @@ from jaxengine.media.processors.settings import (
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.media import AUDIO
 
 PIXEL_OPTIONS = ("min_pixels", "max_pixels")
@@ -137,10 +137,8 @@ class Qwen2VLProcessor(GridProcessor):
         Raises ModelFileError if it has none, and for settings that are invalid or do not fit the tower.
         """
         path, found = read_settings(folder, *places)
-        try:
+        with errors_of(path):
             return self.read_sizes(modality, found)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
 
     def read_sizes(self, modality: str, found: ConfigFields) -> Sizes:
         """Return a modality's settings from those that were found. Raises ModelConfigError for settings that are

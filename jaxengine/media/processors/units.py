@@ -26,7 +26,7 @@ from jaxengine.media.processors.settings import (
 )
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 
@@ -102,11 +102,9 @@ class UnitProcessor:
         self.config_fields = ConfigFields(config_json).with_defaults(**self.config_defaults)
         path, found = read_settings(Path(folder), *self.places, needed=self.needs_settings)
         settings = found.with_defaults(**self.defaults_of(found))
-        try:
+        with errors_of(path):
             self.pixels = self.read_pixels(settings)
             self.read_settings(settings)
-        except ModelConfigError as error:
-            raise ModelFileError(path, str(error)) from None
         self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
 
     def defaults_of(self, fields: ConfigFields) -> Mapping[str, Any]:

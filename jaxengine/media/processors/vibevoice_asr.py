@@ -15,9 +15,9 @@ from jaxengine.media.base.samples import Sound
 from jaxengine.media.processors.log_mel import required_features
 from jaxengine.media.processors.settings import WHOLE
 from jaxengine.media.processors.sounds import AskedTranscripts, SoundProcessor
-from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.scheduler.base.media import AUDIO
@@ -41,10 +41,8 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
             config_json = {**config_json, self.token_fields[0]: _TOKEN}
         super().__init__(folder, config_json, model_config, tokenizer)
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
-        try:
+        with errors_of(Path(folder) / WHOLE):
             self.duration = whole.text("audio_duration_token", "<|AUDIO_DURATION|>")
-        except ModelConfigError as error:
-            raise ModelFileError(Path(folder) / WHOLE, str(error)) from None
 
     def read_features(self, folder: Path) -> ConfigFields:
         """Return the settings of samples, and set `loudness`, the root mean square that they get, None for that of the
@@ -54,7 +52,7 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
         hop = self.tower.num_features
         wanted = {"feature_size": 1, "sampling_rate": self.tower.rate, "padding_value": 0.0, "padding_side": "right"}
         found = required_features(folder, **wanted, pad_to_multiple_of=hop)
-        try:
+        with errors_of(folder):
             decibels = found.value("target_dB_FS", -25)
             is_number = isinstance(decibels, int | float) and not isinstance(decibels, bool)
             if not is_number or not -_MOST_DECIBELS <= decibels <= _MOST_DECIBELS:
@@ -63,8 +61,6 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
                 10 ** (decibels / 20) if found.boolean("normalize_audio", True, null_is_false=True) else None
             )
             self.eps = found.number("eps", 1e-6)
-        except ModelConfigError as error:
-            raise ModelFileError(folder, str(error)) from None
         return found
 
     @property

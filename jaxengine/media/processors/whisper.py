@@ -14,9 +14,9 @@ from jaxengine.media.base.samples import RATE, Sound, Spectrogram
 from jaxengine.media.processors.attended import AttendedProcessor
 from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
 from jaxengine.media.processors.settings import check_options
-from jaxengine.models.config.fields import MAX_TOKEN_IDS, ConfigFields, ModelConfigError
+from jaxengine.models.config.fields import MAX_TOKEN_IDS, ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.scheduler.base.media import MAX_BEGIN, TranscriptRules
@@ -59,10 +59,8 @@ class WhisperProcessor(AttendedProcessor):
         read_features(folder, self.num_bins)
         raw = read_object(folder, GENERATION) or {}
         fields = ConfigFields({**_named_tokens(tokenizer, raw, config_json), **_older(config_json), **raw})
-        try:
+        with errors_of(folder / GENERATION):
             self._read(fields, model_config.vocab_size)
-        except ModelConfigError as error:
-            raise ModelFileError(folder / GENERATION, str(error)) from error
         self.tokenizer = tokenizer
         find = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
         self.previous = find("<|startofprev|>")

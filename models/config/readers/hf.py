@@ -6,7 +6,8 @@ Reads the fields that all families share. Only data is read: `auto_map` and ever
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,15 @@ _OLD_KINDS = {
 LAYER_CONFIG = "per_layer_config"
 
 
+@contextmanager
+def errors_of(path: Path | str) -> Iterator[None]:
+    """Return a context manager that raises a ModelConfigError of its block as a ModelFileError of the file `path`."""
+    try:
+        yield
+    except ModelConfigError as error:
+        raise ModelFileError(path, str(error)) from error
+
+
 def config_file(folder: Path | str, config_format: str = AUTO) -> str:
     """Return the name of a folder's configuration: PARAMS_FILE of Mistral AI's format if `config_format` is MISTRAL, or
     if it is AUTO and the folder has this file and no config.json; otherwise CONFIG_FILE. The file may be absent.
@@ -60,10 +70,8 @@ def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str,
     if raw is None:
         raise ModelFileError(Path(folder) / name, "cannot be read: there is no such file")
     if name == PARAMS_FILE:
-        try:
+        with errors_of(Path(folder) / name):
             return config_of_params(raw)
-        except ModelConfigError as error:
-            raise ModelFileError(Path(folder) / name, str(error)) from error
     if "quantization_config" not in raw and (settings := read_object(folder, QUANTIZATION_FILE)) is not None:
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **settings}}
     return with_inner_model(raw)
