@@ -11,9 +11,8 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava_next import best_size, on_canvas
-from jaxengine.media.processors.settings import MAX_SIDE, are_sizes, bad_option, check_options, check_pictures
+from jaxengine.media.processors.settings import MAX_SIDE, are_sizes, bad_option, check_options
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -107,10 +106,8 @@ class AriaProcessor(UnitProcessor):
         options: mm_processor_kwargs, names of `option_names`. most: limit of patches, if any. Raises RequestError for
         other options and values, extreme aspect ratios, and more patches.
         """
+        height, width = self.checked_size(modality, value, options)
         own = self.with_options(options)
-        check_pictures(modality, value, self.modalities, 3)
-        height, width = value.shape[:2]
-        check_ratio(height, width)
         size, side, unit = best_size(height, width, self.sizes), own.most, self.tower.unit
         check_room(modality, (self._num_crops(size, side) if own.splits else 1) * unit, most)
         crops = [value]

@@ -32,15 +32,14 @@ class AudioFlamingo3Processor(SoundProcessor):
 
     # transformers' defaults of max_audio_len and of the placeholder token.
     longest: ClassVar[int] = 600
-    usual_token: ClassVar[int] = 151669
+    usual_token = 151669
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings, and set `most_samples`: max_audio_len seconds, cut to whole windows.
         audio_token_id may be missing in config_json. Raises the errors of SoundProcessor, and ModelFileError for
         windows that are not the tower's and a max_audio_len of less than a window.
         """
-        given = {name: value for name, value in config_json.items() if value is not None}
-        super().__init__(folder, {"audio_token_id": self.usual_token, **given}, model_config, tokenizer)
+        super().__init__(folder, config_json, model_config, tokenizer)
         path, window = Path(folder) / WHOLE, self.num_frames * HOP
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
         with errors_of(path):
@@ -105,7 +104,7 @@ class GlmAsrProcessor(AskedTranscripts, AudioFlamingo3Processor):
     """Processor of GlmAsrForConditionalGeneration."""
 
     longest: ClassVar[int] = 655
-    usual_token: ClassVar[int] = 59260
+    usual_token = 59260
     around = ("<|begin_of_audio|>", "<|end_of_audio|>")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):

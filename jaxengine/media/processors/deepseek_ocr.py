@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxengine.media.processors.deepseek_ocr2 import DeepseekOcr2Processor
 from jaxengine.media.processors.tiles import MAX_TILES, tilings
+from jaxengine.media.processors.units import gridless
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.scheduler.base.errors import RequestError
 
 
 class DeepseekOcrProcessor(DeepseekOcr2Processor):
@@ -45,11 +45,8 @@ class DeepseekOcrProcessor(DeepseekOcr2Processor):
         whole, tile = (side // self.patch // self.ahead for side in (self.side, self.tile_side))
         first = whole * (whole + 1) + 1
         cut = {rows * tile * (columns * tile + 1) for rows, columns in tilings(2, MAX_TILES)}
-        if grid is not None or num_rows - first not in {0, *cut}:
-            allowed = f"{first}, and for R lines of C tiles {tile} * R * ({tile} * C + 1) more"
-            problem = f"embeddings of an image of this model must be {allowed}; they have no grid; got {num_rows}"
-            raise RequestError(problem + (f" with grid {grid}" if grid else ""), param="image")
-        return 1, 1, num_rows
+        allowed = f"{first}, and for R lines of C tiles {tile} * R * ({tile} * C + 1) more"
+        return gridless(num_rows, grid, num_rows - first in {0, *cut}, allowed)
 
     def numbered(self, sides: list[int], tiling: tuple[int, int]) -> tuple[np.ndarray, int]:
         """Return the numbers of the tower's rows in the prompt, i32[squares, rows of a unit], -1 for those that are not

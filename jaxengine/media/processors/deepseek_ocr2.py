@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.settings import IMAGES, WHOLE, check_options, check_pictures, switch, tiles_of
+from jaxengine.media.processors.settings import IMAGES, WHOLE, switch, tiles_of
 from jaxengine.media.processors.tiles import TilesProcessor
+from jaxengine.media.processors.units import gridless
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.scheduler.base.errors import RequestError
 
 _MEAN = [0.5, 0.5, 0.5]
 _GREY = [127, 127, 127]
@@ -87,10 +86,7 @@ class DeepseekOcr2Processor(TilesProcessor):
         options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
         values, an extreme aspect ratio, and more patches.
         """
-        check_options(options, self.option_names())
-        check_pictures(modality, value, self.modalities, 3)
-        height, width = value.shape[:2]
-        check_ratio(height, width)
+        height, width = self.checked_size(modality, value, options)
         least, limit, crops = self._limits(options)
         is_cut = crops and max(height, width) > self.tile_side
         rows, columns = self.tiling(height, width, least, limit) if is_cut else (0, 0)
@@ -109,11 +105,7 @@ class DeepseekOcr2Processor(TilesProcessor):
         """
         whole, tile = ((side // self.patch // self.ahead) ** 2 for side in (self.side, self.tile_side))
         right = num_rows == tile + 1 or (num_rows > whole and (num_rows - whole - 1) % tile == 0)
-        if grid is not None or not right:
-            allowed = f"{whole + 1} and {tile} for each tile, or {tile + 1}"
-            problem = f"embeddings of an image of this model must be {allowed}; they have no grid; got {num_rows}"
-            raise RequestError(problem + (f" with grid {grid}" if grid else ""), param="image")
-        return 1, 1, num_rows
+        return gridless(num_rows, grid, right, f"{whole + 1} and {tile} for each tile, or {tile + 1}")
 
     def _framed(self, picture: np.ndarray, side: int) -> np.ndarray:
         """Return an image, uint8[H, W, 3], scaled to a longer side of `side` pixels, in the middle of a square of

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import padded
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, Pixels, switch, token_texts
 from jaxengine.media.processors.units import UnitProcessor
@@ -76,8 +75,4 @@ class JanusProcessor(DeepseekVLProcessor):
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         texts = token_texts(folder, boi_token="<begin_of_image>", eoi_token="<end_of_image>")
-        self._start, self._end = map(self.ids, texts)
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the start, the placeholder once for each embedding, and the end."""
-        return [*self._start, *super().pieces(item), *self._end]
+        self.start, self.end = map(self.ids, texts)

@@ -11,21 +11,17 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava_next import best_size
 from jaxengine.media.processors.settings import (
     IMAGES,
     WHOLE,
     are_sizes,
-    check_options,
-    check_pictures,
     tiles_of,
     token_text,
 )
-from jaxengine.media.processors.units import UnitProcessor, boolean_option
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, gridless
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.files import read_object
-from jaxengine.scheduler.base.errors import RequestError
 
 _SIZES, _CROP = "candidate_resolutions", "crop_to_patches"
 _MAX_SIZES, _MAX_TILES = 256, 64
@@ -101,10 +97,7 @@ class DeepseekVL2Processor(UnitProcessor):
         options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
         values, an extreme aspect ratio, and more patches.
         """
-        check_options(options, self.option_names())
-        check_pictures(modality, value, self.modalities, 3)
-        height, width = value.shape[:2]
-        check_ratio(height, width)
+        height, width = self.checked_size(modality, value, options)
         side, tower = self.side, self.tower
         cuts = boolean_option(options, _CROP, True)
         tall, wide = best_size(height, width, self.sizes) if cuts else (side, side)
@@ -157,9 +150,5 @@ class DeepseekVL2Processor(UnitProcessor):
         number of embeddings that no image has.
         """
         tilings = {(1, 1), *((height // self.side, width // self.side) for height, width in self.sizes)}
-        counts = {self._numbered(*tiling)[1] for tiling in tilings}
-        if grid is not None or num_rows not in counts:
-            allowed = ", ".join(map(str, sorted(counts)))
-            problem = f"embeddings of an image of this model must be one of {allowed}; they have no grid"
-            raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
-        return 1, 1, num_rows
+        counts = sorted({self._numbered(*tiling)[1] for tiling in tilings})
+        return gridless(num_rows, grid, num_rows in counts, f"one of {', '.join(map(str, counts))}")

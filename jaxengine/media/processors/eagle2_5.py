@@ -19,7 +19,6 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
 
-_START, _END = "<img>", "</img>"
 _HALF = [0.5] * 3
 # What the published chat template writes for an image, and what a user may write.
 _WRITTEN = re.compile(r"<image(?:-\d+)?>")
@@ -41,6 +40,7 @@ class EagleTiles(TextPlaceholderProcessor):
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.place_text(Path(folder), "the tokenizer's <image>", "<image>")
+        self.start, self.end = self.ids("<img>"), self.ids("</img>")
 
     def placeholder_id(self) -> int:
         """Return the token of images that config.json has, or else the token <IMG_CONTEXT>. Raises ModelConfigError as
@@ -55,10 +55,6 @@ class EagleTiles(TextPlaceholderProcessor):
         least, most: limits of the number of tiles.
         """
         return largest_share(height, width, self.side, tilings(least, most, self.most_lines))
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its placeholders between the start and end tokens."""
-        return [*self.ids(_START), *[self.image_id] * item.num_rows, *self.ids(_END)]
 
 
 class EagleProcessor(EagleTiles):

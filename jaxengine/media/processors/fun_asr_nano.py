@@ -27,8 +27,6 @@ _LOWEST = 20.0  # hertz
 _FLOOR = float(np.finfo(np.float32).eps)
 # Frames whose spectra are computed at a time.
 _BLOCK = 3000
-# transformers' id of the token that a configuration does not name.
-_TOKEN = 151646
 
 
 class FunAsrNanoProcessor(SoundProcessor):
@@ -39,12 +37,11 @@ class FunAsrNanoProcessor(SoundProcessor):
       text_mark: None: answers are only text.
     """
 
+    usual_token = 151646  # in transformers
     languages: Mapping[str, str] = {"zh": "中文", "en": "英文", "ja": "日文"}
     text_mark: str | None = None
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        if config_json.get(self.token_fields[0]) is None:
-            config_json = {**config_json, self.token_fields[0]: _TOKEN}
         super().__init__(folder, config_json, model_config, tokenizer)
         self.chunk = self.tower.unit
 

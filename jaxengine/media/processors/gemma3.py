@@ -38,6 +38,8 @@ class Gemma3Processor(UnitProcessor):
         "size": {"height": 224, "width": 224},
     }
     needs_tokenizer = True
+    token_names = ("boi_token_index", "boi_token_id")  # which also comes before the embeddings
+    embedded_names = ("image_token_index", "image_token_id")
     scans: bool
     crops: int
     crop_size: int
@@ -57,21 +59,6 @@ class Gemma3Processor(UnitProcessor):
 
     def option_names(self) -> tuple[str, ...]:
         return ("do_pan_and_scan", _CROPS, _CROP_SIZE, _RATIO)
-
-    def placeholder_id(self) -> int:
-        """Return the token that stands for an image in a prompt and comes before its embeddings: boi_token_index of
-        config.json, or else boi_token_id.
-
-        Raises ModelConfigError if it is missing or invalid.
-        """
-        return self.token_id("boi_token_index", "boi_token_id")
-
-    @property
-    def image_id(self) -> int:
-        """Token at whose positions embeddings go: image_token_index of config.json, or else image_token_id. Raises
-        ModelConfigError if it is missing or invalid.
-        """
-        return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of an image with the most crops, or of one square without pan and scan."""

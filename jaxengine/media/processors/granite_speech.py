@@ -19,19 +19,16 @@ from jaxengine.models.config.readers.hf import errors_of
 from jaxengine.scheduler.base.errors import RequestError
 
 _LENGTH, _WINDOW = 512, 400  # samples of a Fourier transform, and of a window
-# transformers' id of the token that a configuration does not name.
-_TOKEN = 49155
 
 
 class GraniteSpeechProcessor(AskedTranscripts, SoundProcessor):
     """Processor of GraniteSpeechForConditionalGeneration."""
 
     token_fields = ("audio_token_index", "audio_token_id")
+    usual_token = 49155  # in transformers
     request = "can you transcribe the speech into a written format?"
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        if all(config_json.get(name) is None for name in self.token_fields):
-            config_json = {**config_json, self.token_fields[0]: _TOKEN}
         super().__init__(folder, config_json, model_config, tokenizer)
         self.chunk = self.tower.unit
 

@@ -31,10 +31,12 @@ class GridProcessor:
         does not depend on the grid.
       frames_first: whether a patch is ordered frame by frame, and each of its frames colour by colour; otherwise colour
         by colour, and each colour frame by frame.
+      windowed: whether the tower's rows are sorted by attention window.
     """
 
     modalities: tuple[str, ...] = ("image",)
     frames_first = False
+    windowed = False
     needs_grid = True
     token_ids: Mapping[str, int]
     tokenizer: Any = None
@@ -144,11 +146,13 @@ class GridProcessor:
         }
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (order, windows), both int [rows]: the tower's rows as indices into the image's rows line by line, and
+        """Return (order, windows), both int [rows]: the tower's rows as indices into the item's rows line by line, and
         the window of each.
 
-        grid: (time, height, width) in patches. In this class rows stay line by line, in one window.
+        grid: (time, height, width) in patches. In this class rows stay line by line, in one window, unless `windowed`.
         """
+        if self.windowed:
+            return window_order(self.tower, grid)
         count = int(np.prod(grid)) // self.tower.merge
         return np.arange(count), np.zeros(count, np.int64)
 
@@ -246,6 +250,22 @@ def learned_places(count: int, side: int) -> np.ndarray:
     share = np.float32(1) / np.float32(max(count, 1))
     spots = np.minimum(np.arange(count, dtype=np.float32) * share, np.float32(1 - 1e-6))
     return np.searchsorted(borders, spots, side="right")
+
+
+def window_order(tower: Any, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (order, windows), both int [rows]: a tower's rows as indices into an item's rows line by line, sorted by
+    attention window, and the window of each.
+
+    tower: TowerConfig with spatial_merge_size, and with the side of a window, window_size, a multiple of it; both in
+    patches. grid: (time, height, width) in patches.
+    """
+    merge, side = tower.spatial_merge_size, tower.window_size // tower.spatial_merge_size
+    time, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+    wide, high = -(-columns // side), -(-rows // side)
+    step, row, column = np.indices((time, rows, columns)).reshape(3, -1)
+    window = (step * high + row // side) * wide + column // side
+    order = np.argsort(window, kind="stable")
+    return order, window[order]
 
 
 def check_ratio(height: int, width: int) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.settings import bad_option, check_options, check_pictures, switch
+from jaxengine.media.processors.settings import bad_option, check_options, switch
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, read_size
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -80,10 +79,7 @@ class Idefics2Processor(UnitProcessor):
         Raises RequestError for other options and values, extreme aspect ratios, more patches, and for an image with a
         side of one pixel that is to be split.
         """
-        check_options(options, self.option_names())
-        check_pictures(modality, value, self.modalities, 3)
-        height, width = value.shape[:2]
-        check_ratio(height, width)
+        height, width = self.checked_size(modality, value, options)
         splits, parts, unit = boolean_option(options, _SPLIT, self.splits), [value], self.tower.unit
         check_room(modality, (1 + _QUARTERS * splits) * unit, most)
         if splits:

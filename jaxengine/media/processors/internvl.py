@@ -52,10 +52,6 @@ class InternVLProcessor(FrameUnits, TilesProcessor):
             pieces += [*number, *self.start, *[self.image_id] * each, *self.end]
         return pieces
 
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its placeholders between the start and end tokens."""
-        return [*self.start, *[self.image_id] * item.num_rows, *self.end]
-
 
 class InternVLChatProcessor(InternVLProcessor, TextPlaceholderProcessor):
     """Processor of InternVLChatModel, whose config.json has the limits of tiles. In a prompt, the text <image>, which

@@ -40,6 +40,7 @@ class Llama4Processor(UnitProcessor):
         "resize_to_max_canvas": False,
     }
     needs_tokenizer = True
+    embedded_names = ("image_token_index", "image_token_id")
     most_given = 1  # the row and column of further tiles would be unknown
     max_tiles: int
     fills: bool
@@ -61,13 +62,6 @@ class Llama4Processor(UnitProcessor):
     def placeholder_id(self) -> int:
         """Return the id of the token <|image|>."""
         return self._id(_IMAGE)
-
-    @property
-    def image_id(self) -> int:
-        """Token at whose positions embeddings go: image_token_index of config.json, or else image_token_id. Raises
-        ModelConfigError if it is missing or invalid.
-        """
-        return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
         """Return (height, width) in pixels of a tiling with the most tiles."""

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.base.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.settings import check_options, check_pictures, tiles_of
+from jaxengine.media.processors.settings import tiles_of
 from jaxengine.media.processors.units import UnitProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -48,10 +47,7 @@ class MllamaProcessor(UnitProcessor):
         most: limit of patches, if any. Raises RequestError for any option, other values, extreme aspect ratios, and
         more patches.
         """
-        check_options(options, ())
-        check_pictures(modality, value, self.modalities, 3)
-        height, width = value.shape[:2]
-        check_ratio(height, width)
+        height, width = self.checked_size(modality, value, options)
         check_room(modality, self.tower.unit, most)
         side, tilings = self.side, self.tower.tilings
         rows, columns = _tiling(height, width, side, tilings)

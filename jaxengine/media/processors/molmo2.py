@@ -238,6 +238,7 @@ class Molmo2Processor(CropsProcessor):
         "patch_size": 14,
     }
     needs_tokenizer = True
+    embedded_names = ("image_patch_id", "image_token_id")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and look up the ids of its tokens. `modalities` has "video" only if
@@ -285,13 +286,6 @@ class Molmo2Processor(CropsProcessor):
     def placeholder_id_of(self, modality: str) -> int:
         """Return the id of the text that stands for one item of a modality in a prompt."""
         return self._tokens[self._placeholders[modality]]
-
-    @property
-    def image_id(self) -> int:
-        """Token at whose positions embeddings are added: image_patch_id of config.json, or else image_token_id. Raises
-        ModelConfigError if it is missing or invalid.
-        """
-        return self.token_id("image_patch_id", "image_token_id")
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], or a frames.Video, one square for each frame, with their times.

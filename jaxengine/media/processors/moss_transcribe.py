@@ -32,7 +32,7 @@ class MossTranscribeProcessor(AskedTranscripts, AudioFlamingo3Processor):
     """
 
     longest: ClassVar[int] = MOST_SECONDS
-    usual_token: ClassVar[int] = 151671
+    usual_token = 151671
     around = ("<|audio_start|>", "<|audio_end|>")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):

@@ -16,7 +16,6 @@ import numpy as np
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
-from jaxengine.media.processors.qwen2_vl import window_order
 from jaxengine.media.processors.settings import (
     IMAGES,
     VIDEOS,
@@ -53,6 +52,7 @@ class MuseGlimmerProcessor(GridProcessor):
 
     modalities = ("image", "video")
     frames_first = True
+    windowed = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's token ids, and the pixel transform and limit of each modality. Raises ModelConfigError
@@ -163,14 +163,6 @@ class MuseGlimmerProcessor(GridProcessor):
         grid = steps, rows * merge, columns * merge
         seconds = tuple(map(float, range(steps))) if modality == "video" else ()
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid, seconds)
-
-    def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (order, windows), both int [rows]: the tower's rows as indices into the item's rows line by line,
-        sorted by attention window, and the window of each.
-
-        grid: (time, height, width) in patches.
-        """
-        return window_order(self.tower, grid)
 
     def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
         """Return the tokens of an item, with -1 for each of its embeddings: an image between its start and end, or each

@@ -14,9 +14,8 @@ from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.ovis2 import NUM_INDICATORS, Ovis2Processor, best_of, kept_share
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import MAX_TILES
-from jaxengine.media.processors.units import read_size
+from jaxengine.media.processors.units import gridless, read_size
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.scheduler.base.errors import RequestError
 
 _IMAGE = "<image>"
 # Model types of the text -> the token at whose positions embeddings go, as in vLLM.
@@ -104,11 +103,7 @@ class OvisProcessor(Ovis2Processor):
         each = self.tower.vit.num_patches // self.tower.merge
         # Around and between n tiles, of which one is the whole itself, there are three and n - 1 embeddings.
         counts = [each + 3, *((1 + tiles) * each + 2 + tiles for tiles in range(2, self.max_tiles + 1))]
-        if grid is not None or num_rows not in counts:
-            allowed = ", ".join(map(str, counts))
-            problem = f"embeddings of an image of this model must be one of {allowed}; they have no grid"
-            raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
-        return 1, 1, num_rows
+        return gridless(num_rows, grid, num_rows in counts, f"one of {', '.join(map(str, counts))}")
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
         """Return units f32[..., 3] as they are: they were normalised before they got margins."""

@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image
 
 from jaxengine.media.base.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.grids import check_ratio, learned_places
-from jaxengine.media.processors.settings import check_options, check_pictures, tiles_of
+from jaxengine.media.processors.grids import learned_places
+from jaxengine.media.processors.settings import tiles_of
 from jaxengine.media.processors.text_placeholder import with_one_token
 from jaxengine.media.processors.tiles import LimitedTiles, tilings
 from jaxengine.models.config.fields import ConfigFields
@@ -87,10 +87,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         options: mm_processor_kwargs, of which the one named limit_name overrides the limit of tiles. most: limit of
         patches, if any. Raises RequestError for other options and values, extreme aspect ratios, and more patches.
         """
-        check_options(options, self.option_names())
-        check_pictures(modality, value, self.modalities, 3)
-        height, width = value.shape[:2]
-        check_ratio(height, width)
+        height, width = self.checked_size(modality, value, options)
         rows, columns = self.tiling(height, width, self.limit(options))
         check_room(modality, (1 + rows * columns) * self.tower.unit, most)
         side = self.side

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.internvl import context_id
 from jaxengine.media.processors.settings import WHOLE, token_text, token_texts
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
@@ -36,7 +35,3 @@ class QianfanOCRProcessor(TextPlaceholderProcessor):
         """
         has_id = self.config_fields.has("image_token_id")
         return self.token_id("image_token_id") if has_id else context_id(self.tokenizer)
-
-    def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its placeholders between the start and end tokens."""
-        return [*self.start, *[self.image_id] * item.num_rows, *self.end]

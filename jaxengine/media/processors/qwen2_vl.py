@@ -314,13 +314,7 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
     seconds.
     """
 
-    def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (order, windows), both int [rows]: the tower's rows as indices into the item's rows line by line,
-        sorted by attention window, and the window of each.
-
-        grid: (time, height, width) in patches.
-        """
-        return window_order(self.tower, grid)
+    windowed = True
 
     def times(self, item: Processed) -> np.ndarray:
         """Return the temporal M-RoPE positions of an item's steps relative to the first, i64[grid[0]], in proportion to
@@ -333,22 +327,6 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
         # In float32, as transformers counts them.
         step = np.float32(item.seconds[1]) * np.float32(self.tower.tokens_per_second)
         return whole_times(np.arange(item.grid[0], dtype=np.float32) * step)
-
-
-def window_order(tower: Any, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (order, windows), both int [rows]: a tower's rows as indices into an item's rows line by line, sorted by
-    attention window, and the window of each.
-
-    tower: TowerConfig with spatial_merge_size, and with the side of a window, window_size, a multiple of it; both in
-    patches. grid: (time, height, width) in patches.
-    """
-    merge, side = tower.spatial_merge_size, tower.window_size // tower.spatial_merge_size
-    time, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
-    wide, high = -(-columns // side), -(-rows // side)
-    step, row, column = np.indices((time, rows, columns)).reshape(3, -1)
-    window = (step * high + row // side) * wide + column // side
-    order = np.argsort(window, kind="stable")
-    return order, window[order]
 
 
 def shrunk(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:

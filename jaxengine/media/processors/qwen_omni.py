@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from jaxengine.media.base.samples import Sound
 from jaxengine.media.processors.log_mel import HOP, log_mel
 from jaxengine.media.processors.mrope import whole_times
 from jaxengine.media.processors.paired import PairedProcessor
-from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2_5VLProcessor, Qwen2VLProcessor
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
+from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
 from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3SoundProcessor, SoundProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
@@ -60,13 +60,9 @@ class Qwen2_5OmniImages(_Timed, Qwen2_5VLProcessor):
 class Qwen3OmniImages(_Timed):
     """Processor of the images and videos of Qwen3-Omni: Qwen2-VL's, with the patches of Qwen3-VL."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
-    # Images have Qwen2-VL's class.
-    image_defaults: ClassVar[Mapping[str, Any]] = {"image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD)}
-    default_bounds: ClassVar[Mapping[str, Bounds]] = {
-        "image": Bounds(56 * 56, 28 * 28 * 1280),
-        "video": Bounds(128 * 32 * 32, 32 * 32 * 768),
-    }
+    defaults = Qwen3VLProcessor.defaults
+    image_defaults = Qwen3VLProcessor.image_defaults
+    default_bounds = Qwen3VLProcessor.default_bounds
 
 
 class Qwen2_5OmniSounds(Qwen2AudioProcessor):

@@ -45,6 +45,8 @@ class SoundProcessor:
     # Names in config.json of the placeholder token; tokens before and after a sound, as templates write them.
     token_fields: tuple[str, ...] = ("audio_token_id",)
     around: tuple[str, str] = ("", "")
+    # The token of a configuration that names none; None where it must.
+    usual_token: int | None = None
     # Spectrograms are padded with zeros to a multiple of this many patches.
     chunk = 1
     # Tokens that are put before and after a sound's embeddings; none where templates write them.
@@ -60,6 +62,8 @@ class SoundProcessor:
         self.tokenizer = tokenizer
         fields = ConfigFields(config_json)
         name = next((name for name in self.token_fields if fields.has(name)), self.token_fields[0])
+        if self.usual_token is not None:
+            fields = fields.with_defaults(**{name: self.usual_token})
         self.token_id = fields.integer(name, minimum=0)
         if self.token_id >= model_config.vocab_size:
             raise fields.fail(name, f"a token id below vocab_size {model_config.vocab_size}")

@@ -59,6 +59,16 @@ def check_placeholders(modality: str, shown: str | int, found: int, given: int) 
         raise RequestError(f"{problem}: there must be one for each", param="prompt")
 
 
+def gridless(num_rows: int, grid: tuple[int, int, int] | None, right: bool, allowed: str) -> tuple[int, int, int]:
+    """Return (1, 1, num_rows), for a model whose prompts do not depend on an image's grid. Raises RequestError if a
+    grid is given, and unless the number of embeddings is `right`. allowed: text of those that are.
+    """
+    if grid is not None or not right:
+        problem = f"embeddings of an image of this model must be {allowed}; they have no grid; got {num_rows}"
+        raise RequestError(problem + (f" with grid {grid}" if grid else ""), param="image")
+    return 1, 1, num_rows
+
+
 class UnitProcessor:
     """Base class of a MediaProcessor that cuts images into units.
 
@@ -82,6 +92,11 @@ class UnitProcessor:
     config_defaults: Mapping[str, Any] = {}
     # Fields of config.json with the token of images, of which the first counts that it has.
     token_names: tuple[str, ...] = ("image_token_id",)
+    # The same for the token at whose positions embeddings go; () for the token of images.
+    embedded_names: tuple[str, ...] = ()
+    # Tokens before and after the embeddings of an image.
+    start: Sequence[int] = ()
+    end: Sequence[int] = ()
     # Copy of the processor with the pixel transform of videos' frames, of families that take videos.
     of_frames: Any = None
     # Where settings are, as read_settings takes them, and whether the checkpoint must have some.
@@ -171,8 +186,10 @@ class UnitProcessor:
         return 0
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`) in the prompt; in this class `image_id` for each of its embeddings."""
-        return [self.image_id] * item.num_rows
+        """Return the tokens of an image (`item`) in the prompt; in this class `image_id` for each of its embeddings,
+        between `start` and `end`.
+        """
+        return [*self.start, *[self.image_id] * item.num_rows, *self.end]
 
     def pieces_of(self, modality: str, item: Processed, number: int) -> list[int]:
         """Return the tokens of an image or a video in the prompt. number: that of the item among those of its modality,
@@ -201,8 +218,10 @@ class UnitProcessor:
 
     @property
     def image_id(self) -> int:
-        """Placeholder token at whose positions embeddings go."""
-        return self.placeholder_id()
+        """Token at whose positions embeddings go: that of `embedded_names`, or else the placeholder. Raises
+        ModelConfigError if it is missing or invalid.
+        """
+        return self.token_id(*self.embedded_names) if self.embedded_names else self.placeholder_id()
 
     @property
     def embedded_ids(self) -> tuple[int, ...]:
@@ -254,15 +273,22 @@ class UnitProcessor:
         options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
         values, extreme aspect ratios, and more patches.
         """
-        check_options(options, self.option_names())
-        check_pictures(modality, value, self.modalities, 3)
-        check_ratio(*value.shape[:2])
+        height, width = self.checked_size(modality, value, options)
         # Checked before units are made: a small image may become many units.
-        count = self.num_units(value.shape[0], value.shape[1], options)
+        count = self.num_units(height, width, options)
         check_room(modality, count * self.tower.unit, most)
         units, (rows, columns) = self.units(value, options)
         check_room(modality, len(units) * self.tower.unit, most)
         return self._processed(self._cut(units), rows, columns)
+
+    def checked_size(self, modality: str, value: Any, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Return (height, width) in pixels of an image, uint8[H, W, 3]. Raises RequestError for another value, unknown
+        options, and an extreme aspect ratio.
+        """
+        check_options(options, self.option_names())
+        check_pictures(modality, value, self.modalities, 3)
+        check_ratio(*value.shape[:2])
+        return value.shape[:2]
 
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
         """Check a video and return its frames, uint8 [N, H, W, 3], each of which becomes one unit.

@@ -22,8 +22,6 @@ from jaxengine.models.params.files import read_object
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.scheduler.base.media import AUDIO
 
-# transformers' id of the token that a configuration does not name.
-_TOKEN = 151648
 _MOST_DECIBELS = 200
 
 
@@ -34,11 +32,10 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
       duration: text in prompts in the place of a sound's seconds.
     """
 
+    usual_token = 151648  # in transformers
     around = ("<|object_ref_start|>", "<|object_ref_end|>")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        if config_json.get(self.token_fields[0]) is None:
-            config_json = {**config_json, self.token_fields[0]: _TOKEN}
         super().__init__(folder, config_json, model_config, tokenizer)
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
         with errors_of(Path(folder) / WHOLE):
