@@ -355,9 +355,6 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return await self.between_steps(lambda: self.core.utility(name, *arguments))
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Call a function on the engine's thread before its next step, wait for it, and return its result. Raises its
-        error, or EngineDeadError.
-        """
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def settle(method: Callable[[Any], None], value: Any) -> None:

@@ -65,7 +65,6 @@ class LLMEngine(WeightMethods, VllmMethods):
 
     @property
     def core(self) -> EngineCore:
-        """The engine."""
         return self._core
 
     @classmethod

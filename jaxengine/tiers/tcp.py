@@ -119,11 +119,9 @@ class TcpTransport(Transport):
             self._pages.pop(key, None)
 
     def released(self) -> list[str]:
-        """Remove and return the leases that readers have released since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def open(self, source: Source) -> Reader:
-        """Return a reader of a source, which connects when it first reads."""
         return _TcpReader(self, source)
 
     def shutdown(self) -> None:

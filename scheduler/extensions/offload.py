@@ -78,7 +78,6 @@ class NoStore(Store):
     """A store that is always empty."""
 
     def has(self, key: bytes) -> bool:
-        """Return False: no key is stored."""
         return False
 
     def is_far(self, key: bytes) -> bool:

@@ -78,7 +78,6 @@ class Adapters(LoopExtension):
         return True
 
     def shutdown(self) -> None:
-        """End the thread that reads adapters and sends them to the devices."""
         self.store.shutdown()
 
     @property

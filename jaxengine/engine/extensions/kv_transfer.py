@@ -190,7 +190,6 @@ class KVTransfer(LoopExtension):
         return _SOON_SECONDS if self._due else _LATER_SECONDS if self.leases else float("inf")
 
     def shutdown(self) -> None:
-        """End the transport's threads."""
         self.transport.shutdown()
 
     def metrics(self) -> Iterator[Metric]:

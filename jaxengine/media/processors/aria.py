@@ -94,7 +94,6 @@ class AriaProcessor(UnitProcessor):
         return found
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image with the most crops."""
         if not self.splits:
             return self.most, self.most
         return max(self.sizes, key=lambda size: self._num_crops(size, self.most))

@@ -29,7 +29,6 @@ class DeepseekOcrProcessor(DeepseekOcr2Processor):
 
     @property
     def tile_side(self) -> int:
-        """Side of a tile in pixels."""
         return self._tile_side
 
     def whole_side(self, crops: bool) -> int:

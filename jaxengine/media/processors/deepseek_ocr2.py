@@ -65,7 +65,6 @@ class DeepseekOcr2Processor(TilesProcessor):
 
     @property
     def tile_side(self) -> int:
-        """Side of a tile in pixels."""
         return self.tower.tile_grid * self.patch
 
     def whole_side(self, crops: bool) -> int:

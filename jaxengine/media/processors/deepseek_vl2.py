@@ -88,7 +88,6 @@ class DeepseekVL2Processor(UnitProcessor):
         return options if counts.get("image", 0) <= _CUT_IMAGES else {_CROP: False, **options}
 
     def largest_size(self) -> tuple[int, int]:
-        """Return the (height, width) in pixels with the most tiles."""
         return max(self.sizes, key=lambda size: size[0] * size[1])
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:

@@ -165,7 +165,6 @@ class KimiK25Processor(KimiMediaProcessor):
         return ids
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for an item of the modality in a prompt."""
         return self.video if modality == "video" else super().placeholder(modality)
 
     def raise_limits(self, least: int) -> None:

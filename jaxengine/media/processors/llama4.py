@@ -64,7 +64,6 @@ class Llama4Processor(UnitProcessor):
         return self._id(_IMAGE)
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of a tiling with the most tiles."""
         rows, columns = max(_tilings(self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 

@@ -68,7 +68,6 @@ class LlavaNextProcessor(LlavaProcessor):
         return listed
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of the tiling with the most tiles."""
         rows, columns = max(self.tilings, key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 

@@ -69,7 +69,6 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
         return super().read_sizes(modality, found)
 
     def placeholder(self, modality: str) -> str:
-        """Return the placeholder token's text. Needs the tokenizer."""
         return GridProcessor.placeholder(self, modality)
 
     def seconds(self, video: Any) -> tuple[float, ...]:

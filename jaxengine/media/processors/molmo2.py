@@ -284,7 +284,6 @@ class Molmo2Processor(CropsProcessor):
         return self._tokens[self._placeholders["image"]]
 
     def placeholder_id_of(self, modality: str) -> int:
-        """Return the id of the text that stands for one item of a modality in a prompt."""
         return self._tokens[self._placeholders[modality]]
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:

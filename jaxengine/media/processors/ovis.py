@@ -43,9 +43,6 @@ class OvisProcessor(Ovis2Processor):
         self._places = list(range(NUM_INDICATORS))
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limit of tiles. Raises ModelConfigError for a size other than the tower's, and for a limit
-        out of range.
-        """
         size = read_size(fields, "size", ("shortest_edge",), ("height", "width"))
         if set(size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side}, the tower's image_size")
@@ -93,7 +90,6 @@ class OvisProcessor(Ovis2Processor):
         return best_of(kept) if kept else (1, 1)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the same one for each of its embeddings."""
         return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:

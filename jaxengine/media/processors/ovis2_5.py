@@ -59,7 +59,6 @@ class Ovis2_5Processor(TokenPositions):
         self._tokens = {ids[0]: self.token_ids[kind] for kind, ids in texts.items() if len(ids) == 1}
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for an item."""
         return _TEXTS[modality]
 
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:

@@ -272,7 +272,6 @@ class Qwen3SoundProcessor(SoundProcessor):
         return max(self.least, len(sound.samples))
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound."""
         return int((self._rows(sound) >= 0).sum())
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:

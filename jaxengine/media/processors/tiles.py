@@ -95,7 +95,6 @@ class TilesProcessor(UnitProcessor):
         return ("crop_to_patches", "min_patches", "max_patches")
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image that gets the most tiles."""
         every = tilings(self.min_tiles, self.max_tiles, self.most_lines)
         rows, columns = max(every, key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.tile_side, columns * self.tile_side

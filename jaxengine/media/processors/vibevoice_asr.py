@@ -62,7 +62,6 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
 
     @property
     def hop(self) -> int:
-        """Number of samples of a patch."""
         return self.tower.num_features
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:

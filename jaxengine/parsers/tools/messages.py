@@ -131,7 +131,6 @@ class _MessageToolParser(parameters.ParameterToolParser):
         self._header = Header("")
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now."""
         self._read_parts(self._reader.feed(text))
         return self._out.take()
 

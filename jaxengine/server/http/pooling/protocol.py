@@ -169,9 +169,6 @@ class EmbeddingRequest(InputBody):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the request's PoolingParams. Truncation is not among them. task: None for the model's task. Values are
-        validated later, when the engine prepares the request.
-        """
         return PoolingParams(
             task=task,
             use_activation=self.use_activation,
