@@ -91,11 +91,6 @@ def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {"alibi": alibi, "max_position_embeddings": longest}
 
 
-def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention, with ALiBi slopes if `alibi`, which `_baichuan_fields` gives, is true."""
-    return _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
-
-
 def _jais_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `hidden_act`, `intermediate_size` (four times the hidden size by default) and the longest context, which
     `train_seq_len` of alibi_scaling limits. Raises ModelConfigError for wrong fields, for another activation_function
@@ -254,7 +249,9 @@ ALIBI_ROWS: dict[str, Row] = {
         output_bias=False,
         mlp_bias=False,
         adapt=_baichuan_fields,
-        each_layer=_baichuan_layer,
+        each_layer=lambda fields, layer, attention: (
+            _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
+        ),
         unused_ends=(".rotary_emb.inv_freq",),
         gguf=GGUFRow("baichuan", read=_gguf_baichuan),
     ),

@@ -80,13 +80,6 @@ def _xglm(fields: ConfigFields) -> Mapping[str, Any]:
     return _scaled_embedding(fields)
 
 
-def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention with the scale `attention_multiplier` of products of q and k, the default scale if
-    that is absent. Raises ModelConfigError for a value that is not a number > 0.
-    """
-    return replace(attention, scale=fields.number("attention_multiplier", None))
-
-
 def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     """Return the form; if `use_post_norm` is true with a norm after each part of a layer, too: `post_norm1` after
     attention and `post_norm2` after the MLP. Raises ModelConfigError for a value that is not a bool.
@@ -105,11 +98,6 @@ def _gemma_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
     cap = read_cap(fields, "attn_logit_softcapping", 50.0)
     scale = fields.number("query_pre_attn_scalar") ** -0.5
     return replace(windowed(fields, layer, attention), soft_cap=cap, scale=scale)
-
-
-def _biogpt(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return an epsilon of norms of 1e-5, which transformers uses whatever config.json says."""
-    return {EPS: 1e-5}
 
 
 def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -153,11 +141,6 @@ def _modernbert_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     norm = LAYER if fields.boolean("norm_bias") else UNBIASED
     biases = {"head_bias": fields.boolean("decoder_bias"), "head_dense_bias": fields.boolean("classifier_bias")}
     return replace(form, norm=norm, head_activation=activation, **biases)
-
-
-def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with GPT-2's approximation of GELU in place of the activation "gelu"; other activations stay."""
-    return replace(form, activation="gelu_new") if form.activation == "gelu" else form
 
 
 def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -246,7 +229,9 @@ DENSE_ROWS: dict[str, Row] = {
         _FORM,
         defaults={"rms_norm_eps": 1e-6, "use_post_norm": True, **_UNBIASED},
         choose=_clova_form,
-        each_layer=_scaled,
+        each_layer=lambda fields, layer, attention: replace(
+            attention, scale=fields.number("attention_multiplier", None)
+        ),
         # Logits are multiplied by this factor, whereas Granite's are divided by it.
         more=lambda fields: granite_multipliers(fields) | {"logit_scale": fields.number("logits_scaling", 1.0)},
         **_LLAMA,
@@ -342,7 +327,7 @@ DENSE_ROWS: dict[str, Row] = {
         rope=no_rope,
         tied=True,
         adapt=four_times,
-        choose=_gpt_form,
+        choose=lambda fields, form: replace(form, activation="gelu_new") if form.activation == "gelu" else form,
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
         unused_ends=(".attn.bias", "position_ids"),
     ),
@@ -419,7 +404,8 @@ DENSE_ROWS: dict[str, Row] = {
         defaults={"scale_embedding": True, EPS: 1e-12},
         rope=no_rope,
         tied=True,
-        adapt=_biogpt,
+        # transformers has this one, whatever config.json says
+        adapt=lambda fields: {EPS: 1e-5},
         more=_scaled_embedding,
     ),
     "XGLMForCausalLM": Row(

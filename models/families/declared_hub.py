@@ -183,13 +183,6 @@ def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
     }
 
 
-def _step_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts with softmax scores and a shared MLP of size `share_expert_dim`. Raises
-    ModelConfigError for wrong fields.
-    """
-    return replace(softmax_experts(fields), shared_intermediate_size=fields.integer("share_expert_dim"))
-
-
 _LOCAL = "rope_local_theta"
 # openPangu's first names of DeepSeek-V3's fields.
 _PANGU_NAMES = {
@@ -220,7 +213,9 @@ _STEP3 = Row(
     output_bias=False,
     adapt=_step_fields,
     choose=lambda fields, form: replace(form, query_rank=fields.integer("share_q_dim", read_head_dim(fields))),
-    experts=_step_experts,
+    experts=lambda fields: replace(
+        softmax_experts(fields), shared_intermediate_size=fields.integer("share_expert_dim")
+    ),
     suffixes=(*STEP_NAMES, (".moe.gate.weight", ".mlp.gate.weight")),
     parts=((".share_expert.", ".mlp.shared_experts."),),
     **_RMS,

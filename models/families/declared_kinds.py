@@ -10,7 +10,6 @@ from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import CHUNKS, RMS, ROWS, DeclaredForm
-from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import (
     EXPERT_SIZE,
@@ -57,13 +56,6 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     if gating not in ("per-head", "per-element") and not isinstance(gating, bool):
         raise fields.fail("gating", "true, false, per-head or per-element")
     return replace(form, gates_heads=gating in (True, "per-head"))
-
-
-def _laguna_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the ExpertsConfig of `shared_of_size`, with router logits capped by `moe_router_logit_softcapping` unless
-    that is 0. Raises ModelConfigError for wrong fields.
-    """
-    return replace(shared_of_size(fields), logit_soft_cap=fields.zero_or_more(_ROUTER_CAP) or None)
 
 
 def _gguf_laguna(gguf: GGUFConfig) -> dict[str, Any]:
@@ -283,7 +275,7 @@ KIND_ROWS: dict[str, Row] = {
         rope=no_rope,
         choose=_laguna_form,
         each_layer=_laguna_layer,
-        experts=_laguna_experts,
+        experts=lambda fields: replace(shared_of_size(fields), logit_soft_cap=fields.zero_or_more(_ROUTER_CAP) or None),
         expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
         parts=((".mlp.gate.e_score", ".mlp.experts.e_score"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
         gguf=GGUFRow("laguna", read=_gguf_laguna, choose=_gguf_laguna_form),

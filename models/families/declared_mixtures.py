@@ -63,13 +63,6 @@ def _flint_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {"layer_types": fields.value("layer_types", [FULL if each else SLIDING for each in full])}
 
 
-def _flint_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the layer's attention with sinks and, if `sliding_window` is set, with that window if it is SLIDING,
-    without rope if it is FULL. Raises ModelConfigError for wrong fields.
-    """
-    return replace(rope_in_windows(fields, layer, attention), sinks=True)
-
-
 def _flint_experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the ExpertsConfig of experts with sigmoid scores and a shared MLP of size
     `shared_expert_intermediate_size`, in all layers but those that `dense_layers` returns. Raises ModelConfigError for
@@ -214,11 +207,6 @@ def _gguf_step(gguf: GGUFConfig) -> dict[str, Any]:
     )
 
 
-def _gguf_step_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
-    """Return the form of a GGUF file with the bounds that it lists. Raises ModelConfigError for wrong lists."""
-    return replace(form, limits=gguf_limits(gguf.fields))
-
-
 # (End of a tensor's name in published files, end of its name in transformers).
 STEP_NAMES = tuple(
     (f".moe.{part}_proj{end}", f".mlp.experts.{part}_proj{new}")
@@ -285,7 +273,7 @@ _STEP = Row(
     bias="attention_bias",
     output_bias="attention_bias",
     mlp_bias="mlp_bias",
-    gguf=GGUFRow("step35", read=_gguf_step, choose=_gguf_step_form),
+    gguf=GGUFRow("step35", read=_gguf_step, choose=lambda gguf, form: replace(form, limits=gguf_limits(gguf.fields))),
 )
 
 
@@ -436,7 +424,7 @@ MIXTURE_ROWS: dict[str, Row] = {
         eps="rms_norm_eps",
         grouped=True,
         adapt=_flint_fields,
-        each_layer=_flint_layer,
+        each_layer=lambda fields, layer, attention: replace(rope_in_windows(fields, layer, attention), sinks=True),
         experts=_flint_experts,
         expert_names=ExpertNames(shared="shared_expert"),
         suffixes=((".self_attn.softmax_offset", ".self_attn.sinks"),),

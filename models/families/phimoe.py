@@ -76,13 +76,6 @@ def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
     return {name: {**kept, "attention_factor": short}}
 
 
-def _windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return `attention` with the sliding window that all layers share, `sliding_window`; None, no window, if that is
-    absent or null. `layer` is not used. Raises ModelConfigError if the field is invalid.
-    """
-    return replace(attention, window=fields.integer("sliding_window", None))
-
-
 def _read_experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the configuration of the experts: by default 16 experts, two of them for each token. Raises
     ModelConfigError if a field is invalid or a number of experts per token other than 2 is given.
@@ -136,7 +129,7 @@ class PhiMoEForCausalLM(DeclaredForCausalLM):
         mlp_bias=False,
         adapt=_one_mscale,
         choose=lambda fields, form: replace(form, head_bias=fields.boolean("lm_head_bias")),
-        each_layer=_windowed,
+        each_layer=lambda fields, layer, attention: replace(attention, window=fields.integer("sliding_window", None)),
         experts=_read_experts,
         gguf=GGUFRow(
             "phimoe",

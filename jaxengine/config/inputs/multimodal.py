@@ -249,11 +249,6 @@ _IO: dict[str, dict[str, Callable[[str, Any], Any]]] = {
 }
 
 
-def _read_kwargs(value: Any) -> dict[str, Any]:
-    """Return mm_processor_kwargs, a dict or its JSON, as a dict. Raises ConfigError for other values."""
-    return dict(_pairs("mm_processor_kwargs", value))
-
-
 def _read_folder(value: Any) -> str:
     """Return allowed_local_media_path unchanged, an absolute path or "". Raises ConfigError for other values; whether
     the folder exists is not checked.
@@ -322,7 +317,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "allowed_media_domains": _read_domains,
     "allowed_local_media_path": _read_folder,
     "media_loading_thread_count": _number("media_loading_thread_count", 1, 256),
-    "mm_processor_kwargs": _read_kwargs,
+    "mm_processor_kwargs": lambda value: dict(_pairs("mm_processor_kwargs", value)),
     "media_io_kwargs": _read_io,
     "max_media_bytes": _number("max_media_bytes", 1, 1 << 31),
     "max_image_pixels": _number("max_image_pixels", 1, MAX_IMAGE_PIXELS),

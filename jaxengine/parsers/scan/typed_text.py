@@ -79,16 +79,16 @@ def _is_of(text: str, types: frozenset[str]) -> bool:
     """
     try:
         # The values of numbers do not matter, and may exceed Python's limit of digits.
-        value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=int)
+        value = json.loads(
+            text,
+            parse_int=lambda _: 0,
+            parse_float=lambda text: 0 if float(text).is_integer() else 0.5,  # 1.0 is an integer in JSON Schema
+            parse_constant=int,
+        )
     except (ValueError, RecursionError):
         return False
     kind = _TYPES.get(type(value), "null")
     return kind in types - {"string"} or (kind == "integer" and "number" in types)
-
-
-def _number(text: str) -> int | float:
-    """Return 0 for the text of a whole number (1.0 is an integer in JSON Schema), 0.5 for others."""
-    return 0 if float(text).is_integer() else 0.5
 
 
 def _from_python(text: str) -> str:
