@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
@@ -169,7 +168,3 @@ class CohereAsrForConditionalGeneration(WhisperForConditionalGeneration):
 
     def make_embedding(self, build: Build) -> CohereAsrEmbedding:
         return CohereAsrEmbedding(self.config, build)
-
-    def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D], with a bias for each token."""
-        return super().token_logits(hidden) + self.head_bias[...].astype(jnp.float32)

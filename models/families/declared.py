@@ -328,14 +328,9 @@ class DeclaredForCausalLM(Decoder):
         return x if self.form.embedding_norm is None else self.embedding_norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return the logits f32[R, V / n] of hidden states [R, D], after the form's projections, with its bias and soft
-        cap if there are any.
-        """
+        """Return the logits f32[R, V / n] of hidden states [R, D] after the form's projections."""
         hidden = hidden if self.form.embedding_size is None else self.project_out(hidden)
-        logits = super().token_logits(self.head(hidden) if self.form.head else hidden)
-        logits = logits + self.head_bias[...].astype(jnp.float32) if self.form.head_bias else logits
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return super().token_logits(self.head(hidden) if self.form.head else hidden)
 
 
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -104,11 +103,6 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
         if classifier.token_ids and self.config.mlp_bias and self.biases_logits:
             raise ModelConfigError("classifier_from_token must be absent for a model whose logits have a bias")
         return super().make_labels(classifier, build)
-
-    def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D], with a bias for each token if the model has biases."""
-        logits = super().token_logits(hidden)
-        return logits if self.head_bias is None else logits + self.head_bias[...].astype(jnp.float32)
 
 
 def read_least_sum(fields: ConfigFields) -> float:

@@ -16,8 +16,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_layers
 from jaxengine.models.config.readers.hf import layer_kinds, windows_by_kind
-from jaxengine.models.families.llama import LAYER, gated_fields
-from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.base.activations import ACTIVATIONS, GELU_TANH
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import OffsetRMSNorm
@@ -91,23 +91,12 @@ class Gemma2ForCausalLM(Decoder):
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return Gemma2Layer(self.config, self.make_attention(layer, build), build)
 
-    def make_attention(self, layer: int, build: Build) -> nnx.Module:
-        config, source = self.config, f"{LAYER}.self_attn"
-        return Attention(
-            config.attention[layer], config.hidden_size, eps=config.rms_norm_eps, source=source, build=build
-        )
+    make_attention = LlamaForCausalLM.make_attention
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         """Return the embeddings [T, D] of tokens i32[T], multiplied by the root of D in their dtype."""
         x = self.embed(token_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
-
-    def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D], soft-capped to cap * tanh(logits / cap) if the
-        configuration has a cap.
-        """
-        logits, cap = super().token_logits(hidden), self.config.logit_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:

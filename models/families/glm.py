@@ -6,15 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax import nnx
-
-from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
-from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
-from jaxengine.models.layers.base.activations import ACTIVATIONS
-from jaxengine.models.layers.base.mlp import GatedMLP
-from jaxengine.models.params.declare import parts_of
+from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
+from jaxengine.models.families.phi3 import Phi3ForCausalLM
 
 HEAD_DIM = 128
 EOS = [151329, 151336, 151338]
@@ -31,7 +26,4 @@ class GlmForCausalLM(LlamaForCausalLM):
         ropes = (rope,) * fields.integer("num_hidden_layers")
         return gated_fields(fields, head_dim=HEAD_DIM, ropes=ropes, bias=bias)
 
-    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
-        size, ffn, source = self.config.hidden_size, self.config.intermediate_size, f"{LAYER}.mlp"
-        parts, activation = parts_of(f"{source}.gate_up_proj", ffn, ffn), ACTIVATIONS[self.config.activation]
-        return GatedMLP(size, ffn, source=source, gate_up=parts, activation=activation, build=build)
+    make_mlp = Phi3ForCausalLM.make_mlp

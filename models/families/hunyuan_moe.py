@@ -15,7 +15,7 @@ from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.families.hunyuan_dense import NormAfterRope
+from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
@@ -53,10 +53,7 @@ class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
         experts = gguf_experts(gguf.fields, norm_weights=True, size=EXPERT_SIZE, shared_intermediate_size=size)
         return gguf_fields(gguf, experts=experts)
 
-    def make_attention(self, layer: int, build: Build) -> nnx.Module:
-        config, source = self.config, f"{LAYER}.self_attn"
-        eps = config.rms_norm_eps
-        return NormAfterRope(config.attention[layer], config.hidden_size, eps=eps, source=source, build=build)
+    make_attention = HunYuanDenseV1ForCausalLM.make_attention
 
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(router="gate.wg", shared="shared_mlp")

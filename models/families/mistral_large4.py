@@ -201,13 +201,6 @@ class MistralLarge4ForConditionalGeneration(GlmMoeDsaForCausalLM):
         source = f"{LAYER}.self_attn"
         return MistralLarge4Attention(*sizes, source=source, build=build, rope_dim=rope_dim, **options)
 
-    def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V / n] of hidden states [R, D], soft-capped to cap * tanh(logits / cap) if the
-        configuration has a cap.
-        """
-        logits, cap = super().token_logits(hidden), self.config.logit_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
-
 
 def _attention(fields: ConfigFields, selections: list[int | None]) -> dict[str, Any]:
     """Return the fields that families share, with the attention of each layer: with a rotated part of keys or, where

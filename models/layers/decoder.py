@@ -56,6 +56,8 @@ class Decoder(_OwnFiles):
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
     norm_class: ClassVar[NormClass] = RMSNorm
+    # Bias of logits, which a subclass may create.
+    head_bias: Any = None
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -161,8 +163,12 @@ class Decoder(_OwnFiles):
         return self.norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Return logits f32[R, V] of hidden states [R, D], split as `head_products`: these times logit_scale."""
-        return scaled(head_products(self, hidden), self.config.logit_scale)
+        """Return logits f32[R, V] of hidden states [R, D], split as `head_products`: these times logit_scale, plus the
+        bias of each token and soft-capped to cap * tanh(logits / cap), if there is a bias or a cap.
+        """
+        logits, cap = scaled(head_products(self, hidden), self.config.logit_scale), self.config.logit_soft_cap
+        logits = logits if self.head_bias is None else logits + self.head_bias[...].astype(jnp.float32)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(
         self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
