@@ -13,7 +13,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
-from jaxengine.models.config.readers.hf import listed_dense, text_fields
+from jaxengine.models.config.readers.hf import listed_dense, text_of_type
 from jaxengine.models.families.deepseek_v2 import read_experts
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
@@ -107,9 +107,7 @@ def read_text(fields: ConfigFields, kind: str) -> dict[str, Any]:
     kind: model_type of `text_config`, which may lack it. Raises ModelConfigError for wrong fields, for another type,
     and if `mlp_layer_types` is absent.
     """
-    text = text_fields(fields).with_defaults(**_DEFAULTS)
-    if text.text("model_type", kind) != kind:
-        raise text.fail("model_type", f"{kind} in text_config")
+    text = text_of_type(fields, kind).with_defaults(**_DEFAULTS)
     bias, dense = text.boolean("attention_bias", False), listed_dense(text)
     if dense is None:
         raise text.fail("mlp_layer_types", "a list of dense and sparse, one for each layer")

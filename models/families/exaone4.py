@@ -17,7 +17,7 @@ from jaxengine.models.config.readers.hf import (
     layer_kinds,
     read_head_dim,
     read_rope,
-    text_fields,
+    text_of_type,
     windows_by_kind,
 )
 from jaxengine.models.families.llama import LlamaForCausalLM, gated_fields
@@ -62,9 +62,7 @@ class Exaone4_5_ForConditionalGeneration(Exaone4ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text, vision = text_fields(fields), fields.mapping("vision_config")
-        if text.text("model_type", "exaone4") not in ("exaone4", "exaone4_5_text"):
-            raise text.fail("model_type", "exaone4 in text_config")
+        text, vision = text_of_type(fields, "exaone4", "exaone4_5_text"), fields.mapping("vision_config")
         if vision is None:
             raise fields.fail("vision_config", "a mapping")
         shared = super().read_hf(text)

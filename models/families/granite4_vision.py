@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.granite import GraniteForCausalLM
 from jaxengine.models.families.llava import FLATTENED, NAMES
 from jaxengine.models.families.wrapped import of_kind
@@ -26,8 +26,6 @@ class Granite4VisionForConditionalGeneration(GraniteForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields)
-        if text.text("model_type", "granite") not in ("granite", "granite4_vision_text"):
-            raise text.fail("model_type", "granite or granite4_vision_text in text_config")
+        text = text_of_type(fields, "granite", "granite4_vision_text")
         shared = super().read_hf(of_kind(text, "granite"))
         return shared | {"tower": read_granite4_vision(fields, len(shared["attention"]))}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.granite import GraniteForCausalLM
 from jaxengine.models.families.llava import FLATTENED
 from jaxengine.models.params.source import CheckpointNames
@@ -54,8 +54,6 @@ class GraniteDoclingForConditionalGeneration(GraniteForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields).with_defaults(**_DEFAULTS)
-        if text.text("model_type", _TEXT) != _TEXT:
-            raise text.fail("model_type", f"{_TEXT} in text_config")
+        text = text_of_type(fields, _TEXT).with_defaults(**_DEFAULTS)
         shared = super().read_hf(text)
         return shared | {"tower": read_granite_docling(fields, shared["hidden_size"], shared["embedding_multiplier"])}

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.hy_v4 import HEADS, HYV4Attention, HYV4ForCausalLM
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen2_vl import with_sight
@@ -62,9 +62,7 @@ class HYV4VLForConditionalGeneration(HYV4ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields).with_defaults(**_DEFAULTS)
-        if text.text("model_type", "hy_v4_vl_text") != "hy_v4_vl_text":
-            raise text.fail("model_type", "hy_v4_vl_text in text_config")
+        text = text_of_type(fields, "hy_v4_vl_text").with_defaults(**_DEFAULTS)
         name = "rope_parameters" if text.mapping("rope_parameters") is not None else "rope_scaling"
         rope = {"mrope_section": _SECTIONS, **(text.mapping(name) or {}), "mrope_interleaved": True}
         if not isinstance(rope["mrope_section"], list) or len(rope["mrope_section"]) != 3:

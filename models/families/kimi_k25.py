@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.moonvit import POSITIONS, TOWER, read_moonvit_3d
@@ -29,8 +29,6 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields)
-        if text.text("model_type", "kimi_k2") not in ("kimi_k2", "deepseek_v3"):
-            raise text.fail("model_type", "kimi_k2 or deepseek_v3 in text_config")
+        text = text_of_type(fields, "kimi_k2", "deepseek_v3")
         shared = super().read_hf(text)
         return shared | {"tower": read_moonvit_3d(fields, shared["hidden_size"])}

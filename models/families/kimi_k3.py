@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.moonvit import POSITIONS, TOWER, read_kimi_k3
@@ -40,8 +40,6 @@ class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields)
-        if text.text("model_type", "kimi_linear") != "kimi_linear":
-            raise text.fail("model_type", "kimi_linear in text_config")
+        text = text_of_type(fields, "kimi_linear")
         text.require(attention_bias=False)
         return super().read_hf(text.with_defaults(**_DEFAULTS)) | {"tower": read_kimi_k3(fields)}

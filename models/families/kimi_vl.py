@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.moonvit import POSITIONS, PROJECTOR, TOWER, read_moonvit
@@ -22,7 +22,5 @@ class KimiVLForConditionalGeneration(DeepseekV3ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields)
-        if text.text("model_type", "deepseek_v3") != "deepseek_v3":
-            raise text.fail("model_type", "deepseek_v3 in text_config")
+        text = text_of_type(fields, "deepseek_v3")
         return super().read_hf(text) | {"tower": read_moonvit(fields)}

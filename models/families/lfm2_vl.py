@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.lfm2_vl import read_lfm2_vl
@@ -27,7 +27,5 @@ class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(tie_word_embeddings=fields.boolean("tie_embedding", True))
-        text = text_fields(fields)
-        if text.text("model_type", "lfm2") != "lfm2":
-            raise text.fail("model_type", "lfm2 in text_config")
+        text = text_of_type(fields, "lfm2")
         return super().read_hf(text) | {"tower": read_lfm2_vl(fields)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_of_type
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_states import STATE_ROWS
 from jaxengine.models.params.source import CheckpointNames
@@ -44,7 +44,5 @@ class Lfm3VlForConditionalGeneration(_Lfm3):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields.with_defaults(tie_word_embeddings=True))
-        if text.text("model_type", "lfm3") != "lfm3":
-            raise text.fail("model_type", "lfm3 in text_config")
+        text = text_of_type(fields.with_defaults(tie_word_embeddings=True), "lfm3")
         return super().read_hf(text) | {"tower": read_lfm3_vl(fields)}

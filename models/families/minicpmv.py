@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields, text_of_type
 from jaxengine.models.families.qwen2_vl import with_rope_sections, without_mrope
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
@@ -25,9 +25,7 @@ class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        text = text_fields(fields)
-        if text.text("model_type", "qwen3_5_text") != "qwen3_5_text":
-            raise text.fail("model_type", "qwen3_5_text in text_config")
+        text = text_of_type(fields, "qwen3_5_text")
         return super().read_hf(without_mrope(text)) | {"tower": read_minicpmv(fields, cls.downsample_mode)}
 
 

@@ -35,7 +35,6 @@ from jaxengine.models.vision.idefics3 import DEFAULTS
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
 _EPS = 1e-5
-_VISION = "idefics3_vision"
 # Field of config.json with the number of queries of each number of patches, and its value where a file has none.
 _QUERIES, _USUAL = "projector_patch_to_query_dict", {"1225": 128, "4900": 256}
 _MOST_PATCHES, _MOST_QUERIES, _MOST_ENTRIES = 1 << 16, 1024, 64
@@ -73,8 +72,7 @@ def read_aria_tower(fields: ConfigFields) -> AriaTowerConfig:
     of vision_config.
     """
     vision = fields.part_or_empty("vision_config", **DEFAULTS)
-    if vision.text("model_type", _VISION) != _VISION:
-        raise vision.fail("model_type", _VISION)
+    vision.require(model_type="idefics3_vision")
     vit = read_vit(vision)
     queries = _read_queries(fields)
     most = max(count for _, count in queries)

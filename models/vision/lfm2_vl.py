@@ -22,7 +22,6 @@ from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit, table
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.minicpmv import make_layer
 
-_SIGLIP2 = "siglip2_vision_model"
 _PROJECTOR_EPS = 1e-5
 # Most patches along a side of the square that becomes one row, which must be within a block of attention's queries.
 _MOST_SIDE = 8
@@ -60,8 +59,7 @@ def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
     `downsample_factor` (default: 2) is 1, 2, 4 or 8.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
-    if vision.text("model_type", _SIGLIP2) != _SIGLIP2:
-        raise vision.fail("model_type", _SIGLIP2)
+    vision.require(model_type="siglip2_vision_model")
     fields.require(vision_feature_layer=-1)
     count = vision.integer("num_patches", 256)
     if isqrt(count) ** 2 != count:

@@ -37,7 +37,6 @@ from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
 LAYER = f"{TOWER}.layers.{{layer}}"
 CONV, FULL = "conv", "full_attention"
-_KIND = "lfm3_vl_vision"
 _PROJECTOR_EPS = 1e-6
 _WIDEST_KERNEL = 7
 # For each tap of a convolution, and each patch: the index of the patch under it, and whether there is one.
@@ -99,8 +98,7 @@ def read_lfm3_vl(fields: ConfigFields) -> Lfm3VlTowerConfig:
     }
     fields = ConfigFields({**fields.raw, "vision_config": fields.value("vision_config", {})})
     vision = fields.part("vision_config", **defaults)
-    if vision.text("model_type", _KIND) != _KIND:
-        raise vision.fail("model_type", _KIND)
+    vision.require(model_type="lfm3_vl_vision")
     vision.require(in_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
     if size % heads or size // heads % 4:

@@ -112,8 +112,7 @@ def read_vip_llava(fields: ConfigFields) -> LlavaTowerConfig:
     for wrong fields, and for another tower than CLIP.
     """
     vision = fields.part("vision_config")
-    if vision.text("model_type", CLIP) != CLIP:
-        raise vision.fail("model_type", CLIP)
+    vision.require(model_type=CLIP)
     name = "vision_feature_layer"
     if not fields.has(name):
         fields = ConfigFields({**fields.raw, name: fields.value(f"{name}s", [-2, -5, -8, -11, 6])})

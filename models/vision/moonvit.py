@@ -100,9 +100,8 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
     """Return MoonViT's configuration from the config.json of Kimi-VL. Raises ModelConfigError for wrong fields, and for
     a vision_config of another model_type.
     """
-    vision = ConfigFields(fields.mapping("vision_config") or {})
-    if vision.text("model_type", "moonvit") != "moonvit":
-        raise vision.fail("model_type", "moonvit in vision_config")
+    vision = fields.part_or_empty("vision_config")
+    vision.require(model_type="moonvit")
     return _read_sizes(vision)
 
 

@@ -29,7 +29,6 @@ from jaxengine.models.vision.base.vit import MAX_SIDE, VitTowerConfig, read_vit
 from jaxengine.models.vision.minicpmv import TOWER, make_layer
 
 PROJECTOR = "projector"
-_KIND = "video_llama_3_vision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +56,7 @@ def read_video_llama3(fields: ConfigFields) -> VideoLlama3TowerConfig:
     model_type of vision_config, and for heads whose number of elements is not a multiple of 4.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
-    if vision.text("model_type", _KIND) != _KIND:
-        raise vision.fail("model_type", _KIND)
+    vision.require(model_type="video_llama_3_vision")
     vit = read_vit(ConfigFields({**vision.raw, f"{vision.prefix}image_size": MAX_SIDE}, vision.prefix))
     if vit.hidden_size // vit.num_heads % 4:
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * vit.num_heads}")

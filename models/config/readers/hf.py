@@ -293,6 +293,16 @@ def text_fields(fields: ConfigFields, *, optional: bool = False) -> ConfigFields
     return ConfigFields({**text, **{name: fields.value(name) for name in outer if fields.has(name)}})
 
 
+def text_of_type(fields: ConfigFields, *types: str) -> ConfigFields:
+    """Return `text_fields` of a configuration whose text part has one of these types; the first if it names none.
+    Raises ModelConfigError for another type, and as text_fields.
+    """
+    text = text_fields(fields)
+    if text.text("model_type", types[0]) not in types:
+        raise text.fail("model_type", f"{' or '.join(types)} in text_config")
+    return text
+
+
 def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
     """Raise ModelConfigError if the fields outside of text_config scale rope in a way that text_config, which alone is
     read, does not.

@@ -57,8 +57,7 @@ def read_siglip(fields: ConfigFields) -> VitConfig:
     absent fields. Raises ModelConfigError for wrong fields, and for another type.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
-    if vision.text("model_type", SIGLIP) != SIGLIP:
-        raise vision.fail("model_type", SIGLIP)
+    vision.require(model_type=SIGLIP)
     return read_vit(vision)
 
 

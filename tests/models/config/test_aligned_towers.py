@@ -82,10 +82,15 @@ def test_video_llama3():
 @each_row(
     ("raw", "where", "change", "message"),
     [
-        (VIP, "vision_config", {"model_type": "siglip_vision_model"}, "model_type must be clip_vision_model, got 's"),
+        (
+            VIP,
+            "vision_config",
+            {"model_type": "siglip_vision_model"},
+            'model_type must be "clip_vision_model" or absent, got',
+        ),
         (VIP, None, {"vision_feature_layer": 7}, "vision_feature_layer must be an integer from -6 to 5"),
         (VIP, None, {"projector_layernorm_eps": 0}, "projector_layernorm_eps must be a finite number > 0"),
-        (DEEPSEEK, "vision_config", {"model_type": "clip_vision_model"}, "model_type must be siglip_vision_model"),
+        (DEEPSEEK, "vision_config", {"model_type": "clip_vision_model"}, 'model_type must be "siglip_vision_model"'),
         (DEEPSEEK, None, {"vision_config": []}, "vision_config must be a mapping"),
         (DEEPSEEK, "text_config", {"model_type": "t5"}, "model_type must be that of a decoder"),
         (JANUS, "vision_config", {"use_qk_norm": True}, "vision_config.use_qk_norm must be false or absent, got True"),
@@ -94,7 +99,7 @@ def test_video_llama3():
         (JANUS, "vision_config", {"mlp_ratio": 1e9}, "mlp_ratio must be such that the MLP has 1 to 1048576 elements"),
         (JANUS, "vision_config", {"depth": 0}, "vision_config.depth must be an integer >= 1 and <= 1024, got 0"),
         (VIDEO, "vision_config", {"num_attention_heads": 16}, "a multiple of 4 * num_attention_heads = 64, got 32"),
-        (VIDEO, "vision_config", {"model_type": "siglip_vision_model"}, "model_type must be video_llama_3_vision"),
+        (VIDEO, "vision_config", {"model_type": "siglip_vision_model"}, 'model_type must be "video_llama_3_vision"'),
         (VIDEO, "vision_config", {"patch_size": 5000}, "patch_size must be an integer >= 1 and <= 4096"),
         (VIDEO, "vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters must be a mapping with"),
     ],

@@ -351,7 +351,7 @@ def test_pixtral_uses_the_states_that_its_class_does():
         (ARIA, None, {"vision_feature_layer": [-1, -2]}, "vision_feature_layer must be an integer from -3 to 2"),
         (ARIA, "text_config", {"model_type": "llama"}, "model_type must be aria_text, got 'llama'"),
         (ARIA, "text_config", {"moe_topk": 9}, "num_per_token must be at most num_experts = 6, got 9"),
-        (ARIA, "vision_config", {"model_type": "siglip_vision_model"}, "model_type must be idefics3_vision"),
+        (ARIA, "vision_config", {"model_type": "siglip_vision_model"}, 'model_type must be "idefics3_vision"'),
         (
             IDEFICS2,
             "perceiver_config",
@@ -375,7 +375,7 @@ def test_pixtral_uses_the_states_that_its_class_does():
         (LFM3, "vision_config", {"num_key_value_heads": 3}, "must be a divisor of num_attention_heads = 4, got 3"),
         (LFM3, "vision_config", {"layer_types": ["conv"]}, "layer_types must be a list of 3 of conv, full_attention"),
         (LFM3, "vision_config", {"in_channels": 1}, "in_channels must be 3 or absent, got 1"),
-        (LFM3, "vision_config", {"model_type": "siglip"}, "model_type must be lfm3_vl_vision, got 'siglip'"),
+        (LFM3, "vision_config", {"model_type": "siglip"}, 'model_type must be "lfm3_vl_vision" or absent, got'),
         (LFM3, "vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters must be a mapping with"),
         (LFM3, "text_config", {"model_type": "lfm2"}, "model_type must be lfm3 in text_config, got 'lfm2'"),
         (HY4, "vision_config", {"out_hidden_size": 32}, "out_hidden_size must be the hidden_size of the text, 64, got"),

@@ -315,7 +315,11 @@ def test_baichuan_of_7_and_of_13_billion():
         ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window must be false or absent"),
         ("bailing_moe", {"use_bias": True}, "use_bias must be false or absent"),
         ("axk1", {"moe_layer_freq": 2}, "moe_layer_freq must be 1 or absent"),
-        ("exaone4_5_vision", {"text_config": {"model_type": "exaone5"}}, "model_type must be exaone4 in text_config"),
+        (
+            "exaone4_5_vision",
+            {"text_config": {"model_type": "exaone5"}},
+            "model_type must be exaone4 or exaone4_5_text in text_config",
+        ),
         ("mpt", {"attn_config": {"alibi": False}}, "alibi must be true or absent"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln must be false or absent"),
         ("mpt", {"attn_config": 3}, "attn_config must be"),

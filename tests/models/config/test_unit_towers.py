@@ -388,7 +388,7 @@ def encoder(**sizes: Any) -> dict[str, Any]:
             "(...ForCausalLM) in docs/models.md, the nearest are cohere, ",
         ),
         (with_text(PALIGEMMA, model_type="llama"), "model_type must be gemma or gemma2 in"),
-        (changed(PALIGEMMA, model_type="clip_vision_model"), "vision_config.model_type must be siglip_vision_model"),
+        (changed(PALIGEMMA, model_type="clip_vision_model"), 'vision_config.model_type must be "siglip_vision_model"'),
         (
             PALIGEMMA | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},
             "use_bidirectional_attention must be true or absent, got False",
@@ -420,7 +420,7 @@ def encoder(**sizes: Any) -> dict[str, Any]:
         (with_text(DEEPSEEK, norm_topk_prob=True), "norm_topk_prob must be false or absent, got True"),
         (with_text(DEEPSEEK, topk_method="noaux_tc"), "topk_method must be 'greedy' or 'group_limited_greedy'"),
         (changed(LFM2, num_patches=255), "vision_config.num_patches must be a square, got 255"),
-        (changed(LFM2, model_type="siglip_vision_model"), "vision_config.model_type must be siglip2_vision_model"),
+        (changed(LFM2, model_type="siglip_vision_model"), 'vision_config.model_type must be "siglip2_vision_model"'),
         (LFM2 | {"downsample_factor": 3}, "downsample_factor must be 1, 2, 4 or 8, got 3"),
         (LFM2 | {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
         (with_text(LFM2, model_type="lfm2_moe"), "model_type must be lfm2 in text_config, got 'lfm2_moe'"),
