@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from jaxengine.parsers.scan.events import ContentDelta, Event, OutputParser, ReasoningParser
+from jaxengine.parsers.scan.events import ContentDelta, Event, OutputParser, ReasoningDelta, ReasoningParser
 from jaxengine.parsers.scan.markers import Marker
 
 
 class MessageParser:
     """Combination of a reasoning parser and a tool parser. Either is None for a model that writes no reasoning, or
-    calls no tools.
+    calls no tools. is_never_empty: whether the reasoning is also the content of an output that has no other, and no
+    call.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: OutputParser | None):
+    def __init__(self, reasoning: ReasoningParser | None, tools: OutputParser | None, is_never_empty: bool = False):
         self._reasoning = reasoning
         self._tools = tools
         self._late_end: LateEnd | None = None
+        # Reasoning that may become the content; None if it does not.
+        self._thoughts: list[str] | None = [] if is_never_empty else None
 
     def feed(self, text: str) -> list[Event]:
         """Read a piece of the output; return the events that are certain by now. Without parsers all text is
@@ -23,10 +26,24 @@ class MessageParser:
         events: list[Event] = [ContentDelta(text)] if text else []
         if self._reasoning is not None:
             events = self._reasoning.feed(text)
-        return self._call_tools(events)
+        return self._noted(self._call_tools(events))
 
     def finish(self) -> list[Event]:
         """End the output and both parsers; return the events of text that was held back."""
+        events = self._noted(self._rest())
+        return [*events, ContentDelta("".join(self._thoughts))] if self._thoughts else events
+
+    def _noted(self, events: list[Event]) -> list[Event]:
+        """Return the events, and note their reasoning until content other than white space, or a call, comes."""
+        for event in events:
+            if self._thoughts is not None and isinstance(event, ReasoningDelta):
+                self._thoughts.append(event.text)
+            elif not isinstance(event, ContentDelta | ReasoningDelta) or event.text.strip():
+                self._thoughts = None
+        return events
+
+    def _rest(self) -> list[Event]:
+        """End both parsers; return the events of text that was held back."""
         events = self._call_tools([] if self._reasoning is None else self._reasoning.finish())
         if self._tools is not None:
             events += self._without_late_end(self._tools.finish())

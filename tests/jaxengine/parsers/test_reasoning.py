@@ -276,6 +276,24 @@ def test_a_checkpoint_may_write_words_with_a_suffix_of_its_own():
 
 
 @each_row(
+    ("text", "content"),
+    [
+        ("<think>a b</think>", "a b"),
+        ("<think>a b</think>\n", "\na b"),
+        ("<think>a b", "a b"),
+        ("<think>a b</think>c", "c"),
+        ('<think>a b</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', None),
+    ],
+)
+def test_reasoning_is_the_content_of_a_message_that_may_not_be_empty(text, content):
+    for pieces in ([text], list(text)):
+        tools, calls = TOOL_PARSERS["hermes"].open({"f": {}}), CallStarts(("f",))
+        parser = MessageParser(REASONING_PARSERS["nemotron_v3"].format.open("", calls=calls), tools, True)
+        found = message_of([*(event for each in pieces for event in parser.feed(each)), *parser.finish()])
+        assert (found.reasoning, found.content, bool(found.tool_calls)) == ("a b", content, content is None)
+
+
+@each_row(
     ("prompt", "closing"),
     [
         ("<ifm|think>", "</ifm|think>"),

@@ -171,9 +171,9 @@ class ChatRenderer:
             value = body.reasoning_effort if name == "reasoning_effort" else body.thinks
             if value is not None:
                 given.setdefault(name, value)
+        if body.documents and "documents" not in template:
+            raise RequestError("documents are not used by this model's chat template", param="documents")
         if body.documents is not None:
-            if "documents" not in template:
-                raise RequestError("documents are not used by this model's chat template", param="documents")
             given["documents"] = body.documents
         return {**(self._config.default_chat_template_kwargs or {}), **given}
 

@@ -255,7 +255,9 @@ class ChatRun:
         reasoning = None
         if self._reasoning is not None:
             reasoning = self._reasoning.open(self.prompt["prompt"], self._continued, calls=self._tools.calls)
-        return MessageParser(reasoning, None if self._tools.open is None else self._tools.open())
+        defaults = self._server.config.default_chat_template_kwargs or {}
+        is_never_empty = {**defaults, **(self.body.chat_template_kwargs or {})}.get("force_nonempty_content") is True
+        return MessageParser(reasoning, None if self._tools.open is None else self._tools.open(), is_never_empty)
 
     @property
     def _continued(self) -> str:

@@ -238,6 +238,8 @@ async def test_templates_of_requests(chat_engine, recorder, monkeypatch):
     fields = {"messages": HI, "max_tokens": 1, "chat_template": template, "chat_template_kwargs": {"mood": "!"}}
     refused = await post(create_app(chat_engine, ServerConfig()), PATH, **fields)
     assert refused.error["param"] == "chat_template"
+    # No documents are not missed by a template without them.
+    assert (await post(create_app(recorder, ServerConfig()), PATH, messages=HI, documents=[])).status == 200
     app = create_app(recorder, ServerConfig(trust_request_chat_template=True))
     fields |= {"documents": [{"title": "T", "text": "x"}], "reasoning_effort": "none"}
     assert (await post(app, PATH, **fields)).status == 200

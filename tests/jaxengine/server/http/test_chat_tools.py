@@ -297,6 +297,20 @@ async def test_reasoning_may_be_left_out(scripted):
         assert engine.calls[-1][1].return_sampling_mass is engine.calls[-1][1].return_sampling_mask is include
 
 
+async def test_reasoning_is_the_content_where_a_request_asks_for_some(scripted):
+    fields: dict = {"model": "tiny", "messages": HI}
+    asked = {"chat_template_kwargs": {"force_nonempty_content": True}}
+    client, _ = scripted("<think>Hm.</think>", reasoning_parser="nemotron_v3")
+    for extra, content in ((asked, "Hm."), ({}, None)):
+        message = (await client.chat.completions.create(**fields, extra_body=extra)).choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", content)
+        found = await collected(await client.chat.completions.create(**fields, stream=True, extra_body=extra))
+        assert found[:2] == (content or "", "Hm.")
+    default = {"default_chat_template_kwargs": asked["chat_template_kwargs"]}
+    client, _ = scripted("<think>Hm.", reasoning_parser="nemotron_v3", **default)
+    assert (await client.chat.completions.create(**fields)).choices[0].message.content == "Hm."
+
+
 async def test_reasoning_that_a_message_has_begun(scripted):
     client, _ = scripted("more.</think>Yes.", reasoning_parser="qwen3")
     messages = [*HI, {"role": "assistant", "content": "<think>Some and"}]
