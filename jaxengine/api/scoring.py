@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,8 @@ class Content:
 
 
 Side = str | Content
+# Place in a text of llama.cpp's converter; not Jinja's.
+_PLACE = re.compile(r"(?<!\{)\{(query|document)\}")
 
 
 def params_for(
@@ -116,10 +119,11 @@ def content_of(given: Any, name: str, reader: MediaReader) -> Side:
 def pair_prompt(inputs: InputProcessor, query: Side, document: Side, chat_template: str | None = None) -> Any:
     """Return a cross-encoder's prompt for a pair of texts, as a str or as a list of token ids.
 
-    With `chat_template` or the engine's option it is the text that the template returns for the messages. Otherwise an
-    encoder's tokenizer joins both to token ids; a model whose files say that it takes messages gets token ids by its
-    own template; any other gets both texts, one after the other. Raises RequestError for a model that does not have
-    exactly one label, for a Content, and if the template fails.
+    With `chat_template` or the engine's option it is the text that the template returns for the messages. Otherwise the
+    text "rerank" of a GGUF file is written with both in their places; an encoder's tokenizer joins both to token ids; a
+    model whose files say that it takes messages gets token ids by its own template; any other gets both texts, one
+    after the other. Raises RequestError without a tokenizer, for a model that does not have exactly one label, for a
+    Content, and if the template fails.
     """
     if isinstance(query, Content) or isinstance(document, Content):
         problem = "images and videos are scored by models that embed the two sides apart; this one reads both together"
@@ -131,13 +135,16 @@ def pair_prompt(inputs: InputProcessor, query: Side, document: Side, chat_templa
         raise RequestError(
             f"the model has {num_labels} labels; a model that scores pairs of texts has 1", param="model"
         )
-    template = chat_template or inputs.config.chat_template
+    template, tokenizer = chat_template or inputs.config.chat_template, inputs.require_tokenizer()
+    named = tokenizer.chat_template
+    if template is None and isinstance(named, dict) and _PLACE.search(text := named.get("rerank", "")):
+        places = {"query": query, "document": document}
+        return tokenizer.encode(_PLACE.sub(lambda place: places[place[1]], text), add_special_tokens=False)
     if template is None and model.token_rows is not None:
-        return inputs.require_tokenizer().encode_pair(query, document, model.token_rows if model.has_token_types else 0)
+        return tokenizer.encode_pair(query, document, model.token_rows if model.has_token_types else 0)
     if template is None and not model.reads_messages:
         return query + document
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    tokenizer = inputs.require_tokenizer()
     text = tokenizer.apply_chat_template(
         messages, add_generation_prompt=False, continue_final_message=False, chat_template=template
     )

