@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
+import numpy as np
 
 LANES = 16
 
@@ -108,6 +110,12 @@ class Job:
     def set(self, b: Builder, job: Any, name: str, value: Any) -> None:
         """Emit a store of a value to the field `name` of a job. Raises ValueError for another name."""
         b.write(value, job, 8 * self.fields.index(name), 8)
+
+    def run(self, address: int, numbers: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> None:
+        """Call the function at `address` with a job of these fields, of which `arrays` are pointers. Others are 0."""
+        values = {**numbers, **{name: array.ctypes.data for name, array in arrays.items()}}
+        job = (ctypes.c_int64 * len(self.fields))(*(values.get(name, 0) for name in self.fields))
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
 
 
 def counter(b: Builder, job: Any, name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -50,9 +49,8 @@ def _check(handler: str, kv_dtype: str, address: int) -> None:
     numbers = {"blocks": len(_TILES) * _KV_HEADS, "num_tokens": num_tokens, "heads": q.shape[1], "width": _WIDTH}
     numbers |= {"num_pages": pages, "kv_heads": _KV_HEADS, "columns": pages, "num_tiles": len(_TILES)}
     numbers |= {"value_width": _VALUE_WIDTH, "tiles_in_use": len(_TILES), "page_size": _PAGE_SIZE}
-    numbers |= {"block_q": max(_TILES)} | {name: own.ctypes.data for name, own in arrays.items()}
-    job = (ctypes.c_int64 * len(JOB.fields))(*(numbers.get(name, 0) for name in JOB.fields))
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
+    numbers |= {"block_q": max(_TILES)}
+    JOB.run(address, numbers, arrays)
     keys, values = (exact[page_table[0]] for _, exact in parts)
     exact, lse = _exact(q.astype(np.float64), keys, values, ranges, scale, float(cap[0]), sinks)
     error = _ROUNDED if handler == WORDS else 2e-6 * size

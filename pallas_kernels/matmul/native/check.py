@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -51,8 +50,7 @@ def _check(kind: str, is_table: bool, address: int) -> None:
         x = (x.view(np.uint32) >> 16).astype(np.uint16)
     arrays = {"x": x, "matrix": matrix, "scales": scales, "zeros": zeros, "y": y, "sums": sums}
     numbers = {"blocks": 1, "width": outputs, "rows": rows, "inputs": inputs, "outputs": outputs}
-    numbers |= {"panels": groups, "panel": panel, "each": 1} | {name: own.ctypes.data for name, own in arrays.items()}
-    job = (ctypes.c_int64 * len(JOB.fields))(*(numbers.get(name, 0) for name in JOB.fields))
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
+    numbers |= {"panels": groups, "panel": panel, "each": 1}
+    JOB.run(address, numbers, arrays)
     if not np.allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max()):
         raise UnfitError(f"products of {kind}{'s of a table' * is_table} are wrong on this processor")

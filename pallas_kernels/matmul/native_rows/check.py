@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -45,8 +44,6 @@ def _check(handler: str, kind: Kind, address: int) -> None:
         "outputs": outputs,
     }
     numbers["panel"] = inputs // 5 // kind.per_word
-    numbers |= {name: own.ctypes.data for name, own in arrays.items()}
-    job = (ctypes.c_int64 * len(JOB.fields))(*(numbers.get(name, 0) for name in JOB.fields))
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(job))
+    JOB.run(address, numbers, arrays)
     if not np.allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max()):
         raise UnfitError(f"results of {handler} are wrong on this processor")
