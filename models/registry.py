@@ -363,15 +363,16 @@ def build_eagle(config: EagleConfig, build: Build) -> Any:
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
     """Return the EAGLE-3 head (jaxengine.models.layers.drafts.eagle3) of this config, with ShapeDtypeStructs for its
-    weights. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
+    weights. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be
+    built.
     """
     return build_abstract(Eagle3, config, build)
 
 
 def build_dflash(config: DFlashConfig, build: Build) -> Any:
     """Return the DFlash or DSpark head (jaxengine.models.layers.drafts.dflash) of this config, with ShapeDtypeStructs
-    for its weights. Raises ValueError for a mesh that cannot split these, and ModelConfigError for a config that cannot be
-    built.
+    for its weights. Raises ValueError for a mesh that cannot split these, and ModelConfigError for a config that
+    cannot be built.
     """
     return build_abstract(DFlash, config, build)
 
