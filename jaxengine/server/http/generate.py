@@ -50,6 +50,8 @@ from jaxengine.server.http.request.protocol import (
 )
 
 _Numbers: Any = create_model("_Numbers", __base__=ClosedModel, **NUMBERS)
+# Fields of vLLM's own objects that no caller sets, and that are in what its render server answers.
+_INTERNAL = frozenset(("skip_clone", "output_text_buffer_length", "_backend", "_backend_was_auto"))
 
 
 class GenerateSampling(_Numbers, ClosedModel):
@@ -65,6 +67,7 @@ class GenerateSampling(_Numbers, ClosedModel):
         "output_kind": (0, 1, 2),
         "thinking_token_budget": (-1,),
         "trace_decode_token_ids": (),
+        "watermarking": (False,),
     }
 
     n: int | None = None
@@ -77,6 +80,7 @@ class GenerateSampling(_Numbers, ClosedModel):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
+    prompt_logprob_start: int | None = None
     prompt_logprob_token_ids: TokenIds | None = None
     return_sampling_mass: bool | None = None
     return_sampling_mask: bool | None = None
@@ -93,6 +97,17 @@ class GenerateSampling(_Numbers, ClosedModel):
     repetition_detection: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     skip_reading_prefix_cache: bool | None = None
     stream_interval: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_internal(cls, data: Any) -> Any:
+        """Return the data without fields of _INTERNAL, also in its structured_outputs."""
+        if not isinstance(data, dict):
+            return data
+        data = {name: value for name, value in data.items() if name not in _INTERNAL}
+        if isinstance(structured := data.get("structured_outputs"), dict):
+            data["structured_outputs"] = {name: value for name, value in structured.items() if name not in _INTERNAL}
+        return data
 
 
 class GenerateRequest(NamedRequest):

@@ -102,9 +102,25 @@ def test_whoever_reads_the_engines_outputs_closes_them():
 
 
 def test_every_field_of_sampling_params_is_known():
-    ours = {"stop_after", "thinking_words", "return_hidden_states", "prompt_logprob_start"}  # not vLLM's
-    ours |= {"capture", "steer"}
-    assert set(SamplingParams.__dataclass_fields__) - ours == GenerateSampling.known_fields()
+    ours = {"stop_after", "thinking_words", "return_hidden_states", "capture", "steer"}  # not vLLM's
+    assert {*SamplingParams.__dataclass_fields__} - ours == GenerateSampling.known_fields() - {"watermarking"}
+
+
+async def test_what_vllms_render_server_answers_is_taken(app):
+    rendered = {"temperature": 1.0, "stop": ["abc"], "stop_token_ids": [], "bad_words": [], "max_tokens": 6}
+    rendered |= {"output_kind": 2, "skip_clone": True, "output_text_buffer_length": 2, "watermarking": False}
+    structured = {"json": None, "regex": "[ab]{3}", "choice": None, "grammar": None, "json_object": None}
+    structured |= {"disable_any_whitespace": False, "disable_additional_properties": False, "whitespace_pattern": None}
+    structured |= {"structural_tag": None, "_backend": None, "_backend_was_auto": False}
+    unset = ("token_offsets", "features", "content_parts", "reasoning_ended", "reasoning_parser_kwargs")
+    unset += ("return_token_ids", "parse_context", "stream_options", "cache_salt", "kv_transfer_params")
+    given = {**dict.fromkeys((*unset, "ec_transfer_params")), "output_mode": "tokens", "stream": False, "priority": 0}
+    for more in ({}, {"structured_outputs": structured}):
+        answer = await post(app, PATH, token_ids=IDS, sampling_params={**rendered, **more}, **given)
+        assert answer.status == 200 and answer.json["choices"][0]["token_ids"], answer.body
+    scored = {"max_tokens": 1, "prompt_logprobs": 0, "prompt_logprob_start": 1}
+    (first, second, *rest) = (await post(app, PATH, token_ids=IDS, sampling_params=scored)).json["prompt_logprobs"]
+    assert first is second is None and rest and None not in rest
 
 
 @each_row(
