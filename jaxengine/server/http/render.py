@@ -80,7 +80,7 @@ class Rendered(Answer):
     kv_transfer_params: dict[str, Any] | None
     return_token_ids: bool | None
     cache_salt: str | None
-    priority: int | None
+    priority: int
     token_offsets: list[tuple[int, int]] | None = ABSENT
 
 
@@ -144,7 +144,7 @@ def _shared(
         "kv_transfer_params": body.kv_transfer_params,
         "return_token_ids": body.return_token_ids,
         "cache_salt": asked.cache_salt,
-        "priority": asked.priority,
+        "priority": asked.priority or 0,  # vLLM takes no null
     }
 
 

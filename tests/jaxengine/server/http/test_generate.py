@@ -227,6 +227,7 @@ async def test_what_is_rendered_generates_the_same(app, chat_engine):
     rendered = (await post(app, "/v1/chat/completions/render", **chat)).json
     answer = (await post(app, "/v1/chat/completions", **chat)).json
     assert rendered["request_id"] == "chatcmpl-a" and rendered["token_ids"] == answer["prompt_token_ids"]
+    assert rendered["priority"] == 0  # vLLM's generate takes no null
     assert rendered["sampling_params"] == {
         "seed": 4,
         "max_tokens": 6,
