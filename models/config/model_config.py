@@ -228,7 +228,6 @@ class ModelConfig:
         parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
         return (
             *(f"model.layers.{number}." for number in layers),
-            "mtp.",
             *(f"model.layers.{number}.self_attn.{part}" for number in shared for part in parts),
         )
 

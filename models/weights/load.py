@@ -411,16 +411,16 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
 def is_unread(model: CausalLM, name: str) -> bool:
     """Return whether checkpoints of the model may have a tensor of this name that is ignored.
 
-    These are tensors of a tower that is not served, of heads, those of ModelConfig.unread, of experts without weights,
-    for which transformers writes some, scales of cached keys and values, and IGNORABLE_SUFFIXES.
+    These are tensors of a tower that is not served, of heads, those of ModelConfig.unread, of the layer that predicts
+    further tokens, of experts without weights, for which transformers writes some, scales of cached keys and values,
+    and IGNORABLE_SUFFIXES.
     """
-    config = model.config
-    towers = unread_towers(model.checkpoint_names, config.towers)
-    heads = model.checkpoint_names.heads
+    config, names = model.config, model.checkpoint_names
+    others = *unread_towers(names, config.towers), *names.heads, *(old for old, _ in names.next_layer.placed(0))
     experts, zeros = config.experts, 0 if config.experts is None else config.experts.num_zero_experts
     if experts is not None and any(f".experts.{experts.num_experts + number}." in name for number in range(zeros)):
         return True
-    return name.startswith((*towers, *heads, *config.unread)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
+    return name.startswith((*others, *config.unread)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
 
 
 def _tensors_of(param: DeclaredParam) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ from safetensors.numpy import save_file
 from jaxengine.models.build import Build
 from jaxengine.models.cache import pool_spec
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.registry import build_next_token, read_hf
+from jaxengine.models.registry import build_model, build_next_token, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
-from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.load import is_unread, load_params
 from jaxengine.models.weights.views.renamed import NextTokenSource
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
@@ -68,6 +69,10 @@ def test_logits_are_those_of_the_definition(name, recorded, tmp_path):
     copies["shared_head.head.weight"] = copies["embed_tokens.weight"]
     other = {"model.norm.weight": draw("model.norm.weight", (config.hidden_size,))}
     own, layer = stored_names(own, prefix, model)
+    # A model without drafts is opened from the same checkpoint.
+    alone = replace(config, num_nextn_predict_layers=max(1, config.num_nextn_predict_layers))
+    abstract = build_model(alone, Build("float32"))
+    assert all(is_unread(abstract, abstract.checkpoint_names.renamed(key)) for key in own)
     save_file(own | other | {prefix + key: value for key, value in copies.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((FOLDER / name / "config.json").read_text())
     head = build_next_token(config, Build("float32"))
