@@ -245,7 +245,7 @@ def read_folder(folder: Path, raw: Mapping[str, Any] | None = None) -> ModelConf
     raw: content to use instead of the folder's config.json; None to read the file.
     """
     raw = read_config_json(folder) if raw is None else raw
-    with errors_of(folder / config_file(folder)):
+    with errors_of(Path(folder) / config_file(folder)):
         return read_hf(raw)
 
 

@@ -29,7 +29,7 @@ from tests.tables import each_row
 
 def copy(tmp_path) -> Path:
     # Without what heads were recorded with.
-    shutil.copytree(TINY_CHECKPOINT, tmp_path / "model", ignore=shutil.ignore_patterns("eagle3.*", "dflash.*"))
+    shutil.copytree(TINY_CHECKPOINT, tmp_path / "model", ignore=shutil.ignore_patterns("eagle*.*", "dflash.*"))
     return tmp_path / "model"
 
 

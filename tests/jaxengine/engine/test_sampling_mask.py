@@ -48,7 +48,8 @@ def kept(raw: np.ndarray, kind: dict[str, Any], before: list[int]) -> tuple[list
     left &= probs >= np.sort(probs[left])[-min(kind["top_k"], left.sum())]
     order = np.argsort(-probs * left, kind="stable")
     mass = np.cumsum((probs * left)[order]) / (probs * left).sum()
-    left[order[1:][mass[:-1] >= kind.get("top_p", 1.0)]] = False
+    if "top_p" in kind:  # a sum of all may round to one before its last terms
+        left[order[1:][mass[:-1] >= kind["top_p"]]] = False
     left &= probs > 0
     return np.flatnonzero(left).tolist(), float(np.log(probs[left].sum() / probs.sum()))
 

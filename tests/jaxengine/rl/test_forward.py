@@ -137,8 +137,8 @@ FURTHER = pytest.mark.thorough("a further family of a kind")
 def test_every_architecture_that_transformers_has_is_recorded():
     """Those that see have the text layers of others. The classes of MiniCPM, InternLM, Ling, Baichuan, DeepSeekMoE,
     DeciLM, Orion, Solar Pro, the first Qwen, Falcon's and StableLM's first form, dots.ocr, DeepSeek-OCR, PLaMo 3,
-    openPangu, TeleChat, Tele-FLM, Nanbeige, Ouro, Rnj, Jais, AliceAI, Param, MiMo-V2.5, Phi-3-vision and Step come
-    with their checkpoints. The classes of Mistral 4, DeepSeek-VL2, Molmo, GLM-4V and Phi-4-multimodal see,
+    openPangu, TeleChat, Tele-FLM, Nanbeige, Ouro, Rnj, Jais, AliceAI, Param, MiMo, MiMo-V2.5, Phi-3-vision and Step
+    come with their checkpoints. The classes of Mistral 4, DeepSeek-VL2, Molmo, GLM-4V and Phi-4-multimodal see,
     and that of Llama 3.2 Vision's text part does what Llama does. The numbers of Apertus's activation are no weights
     here. Blocks of keys that have one key for several tokens need pages.
     """
@@ -164,6 +164,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
         "JAISLMHeadModel",
         "AliceAIForCausalLM",
         *(
+            "MiMoForCausalLM",
             "DeciLMForCausalLM",
             "BailingMoeForCausalLM",
             "OrionForCausalLM",
