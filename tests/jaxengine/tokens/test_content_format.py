@@ -132,7 +132,7 @@ OTHER = """{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.
     ],
 )
 def test_texts_are_joined_where_the_template_does_not_write_each(tokenizer, template, role):
-    """Of transformers and vLLM such a template gets parts, and drops some, prints a list or fails."""
+    """Texts are joined for a template that drops parts, prints a list or fails; transformers and vLLM pass it parts."""
     template = template.replace("ROLE", role)
     assert takes_parts(template)
     contents = "What?\nHi", [TEXT, "Hi"]

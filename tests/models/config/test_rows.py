@@ -75,7 +75,7 @@ def test_layers_after_the_last_that_predict_tokens_are_not_read():
 
 
 def test_layers_after_the_last_that_predict_tokens_are_read_for_drafts():
-    """Those of families that say how they are stored; MiMo-V2-Flash's configuration does not say that there is one."""
+    """Layers of families that say how they are stored; MiMo-V2-Flash's configuration does not say that there is one."""
     for name in ("hy_v3", "exaone_moe", "pangu_ultra", "mimo", "bailing_linear", "nemotron_h_latent"):
         config = read_hf(recorded(name, num_nextn_predict_layers=2))
         assert (config.num_unread_layers, config.num_nextn_predict_layers) == (0, 2), name
