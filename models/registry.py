@@ -238,7 +238,7 @@ def _without_base(names: CheckpointNames) -> list[tuple[str, str]]:
     return [("", MODEL), *((old.removeprefix(base), new) for old, new in names.prefixes if old.startswith(base))]
 
 
-def read_folder(folder: Path, raw: Mapping[str, Any] | None = None) -> ModelConfig:
+def read_folder(folder: Path | str, raw: Mapping[str, Any] | None = None) -> ModelConfig:
     """Return the ModelConfig of the generating model in a Hugging Face folder, or in one of Mistral AI's format. Raises
     ModelFileError, which names the file and the field, for a missing file and for wrong or unsupported fields.
 

@@ -65,10 +65,14 @@ class NextLayer(NamedTuple):
     windowed: bool = False
     count: int = 1
 
+    def places(self, number: int) -> list[str]:
+        """Return the beginnings of its tensors' names in a model of `number` layers, one for each of `count`."""
+        return [f"model.layers.{number + at}." for at in range(self.count)]
+
     def placed(self, number: int) -> list[tuple[str, str]]:
         """Return `names` with all that replaces a beginning, for a model of `number` layers."""
-        each = range(self.count)
-        return [(old.format(at), f"model.layers.{number + at}.{new}") for at in each for old, new in self.names]
+        places = enumerate(self.places(number))
+        return [(old.format(at), place + new) for at, place in places for old, new in self.names]
 
 
 # Of Qwen3-Next, Qwen3.5 and K-EXAONE.

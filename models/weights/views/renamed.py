@@ -65,7 +65,7 @@ class NextTokenSource(NamedSource):
     """
 
     def __init__(self, source: WeightSource, number: int, layer: NextLayer):
-        places, pairs = [f"model.layers.{number + at}." for at in range(layer.count)], layer.placed(number)
+        places, pairs = layer.places(number), layer.placed(number)
 
         def name_of(stored: str) -> str | None:
             name = next((new + stored.removeprefix(old) for old, new in pairs if stored.startswith(old)), stored)

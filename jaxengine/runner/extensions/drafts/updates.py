@@ -28,8 +28,7 @@ class HeadTensors:
         self._kind = HEAD_KINDS.get(method)  # None for MTP
         self._layer = type(model).checkpoint_names.next_layer
         number = model.config.num_layers
-        places = (f"model.layers.{number + at}." for at in range(self._layer.count))
-        self._beginnings = *places, *(old for old, _ in self._layer.placed(number))
+        self._beginnings = *self._layer.places(number), *(old for old, _ in self._layer.placed(number))
 
     def wanted(self, name: str) -> bool:
         """Whether a tensor of this name may belong to the head: any name for a head with a checkpoint of its own, names
