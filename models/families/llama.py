@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import Activation, hf_fields
-from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import NormClass, RMSNorm
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.models.layers.pre_norm import PreNormLayer
 
 LAYER = "model.layers.{layer}"
 
@@ -45,10 +44,8 @@ def gated_fields(
     return read(fields, activation=allowed, **options) | {"activation": SILU if found == "swish" else found}
 
 
-class LlamaLayer(nnx.Module):
-    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)), with the given attention, MLP and class of
-    norms. norm_names: checkpoint names of the two norms.
-    """
+class LlamaLayer(PreNormLayer):
+    """PreNormLayer with the given attention, MLP and class of norms. norm_names: checkpoint names of the two norms."""
 
     def __init__(
         self,
@@ -61,18 +58,8 @@ class LlamaLayer(nnx.Module):
         norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     ):
         size, eps = config.hidden_size, config.rms_norm_eps
-        before_attention, before_mlp = norm_names
-        self.input_norm = norm_class(size, eps, source=f"{LAYER}.{before_attention}", build=build)
-        self.attention = attention
-        self.mlp_norm = norm_class(size, eps, source=f"{LAYER}.{before_mlp}", build=build)
-        self.mlp = mlp
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
+        input_norm, mlp_norm = (norm_class(size, eps, source=f"{LAYER}.{name}", build=build) for name in norm_names)
+        super().__init__(input_norm, attention, mlp_norm, mlp)
 
 
 class LlamaForCausalLM(Decoder):

@@ -32,6 +32,7 @@ from jaxengine.models.layers.base.mlp import MLP, gelu
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.pre_norm import PreNormLayer
 from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.quantization.registry import PLAIN
@@ -202,17 +203,6 @@ class PostNormLayer(nnx.Module):
             return self.mlp_norm(x + self.mlp(x, step.rows)), kv
 
 
-class PreNormLayer(PostNormLayer):
-    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.attention_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
-
-
 class ConvolvedLayer(PostNormLayer):
     """Layer `first` whose result y becomes norm(y + activation(convolution(x))), where x is its input. The convolution
     is over `kernel` tokens of a prompt, an odd number, with the token in the middle.
@@ -310,12 +300,13 @@ class NamedEncoder(Encoder):
             qkv=[Source(name, width) for name in qkv] if len(qkv) > 1 else parts_of(qkv[0], width, width, width),
             out=Source(f"{source}.{names.out}", size),
         )
-        norms = [
+        attention_norm, mlp_norm = (
             LayerNorm(size, config.rms_norm_eps, source=f"{source}.{name}", build=build)
             for name in (names.attention_norm, names.mlp_norm)
-        ]
-        layer_class = PostNormLayer if names.last_norm is None else PreNormLayer
-        return layer_class(attend, norms[0], self.make_mlp(build), norms[1])
+        )
+        if names.last_norm is None:
+            return PostNormLayer(attend, attention_norm, self.make_mlp(build), mlp_norm)
+        return PreNormLayer(attention_norm, attend, mlp_norm, self.make_mlp(build))
 
     def layer_source(self, layer: int) -> str:
         """Return the checkpoint module of layer `layer`, with "{layer}" for the number unless layers share modules."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import jax
@@ -32,6 +33,7 @@ from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.decoder_step import DecoderStep
 from jaxengine.models.layers.drafts.draft_head import LM_HEAD, DraftHead, DraftHeadSource
+from jaxengine.models.layers.pre_norm import PreNormLayer
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -54,33 +56,10 @@ class ContextAttention(Attention):
             return kv_cache_update(kv, k, v, slots, schedule=pages.update_schedule)
 
 
-class DFlashLayer(nnx.Module):
-    """Layer of a head, as Qwen3 has them: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: DFlashConfig, layer: int, build: Build):
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(size, eps, source=f"{_LAYER}.input_layernorm", build=build)
-        source = f"{_LAYER}.self_attn"
-        self.attention = ContextAttention(config.attention[layer], size, eps=eps, source=source, build=build)
-        self.mlp_norm = RMSNorm(size, eps, source=f"{_LAYER}.post_attention_layernorm", build=build)
-        sizes = size, config.intermediate_size
-        self.mlp = GatedMLP(*sizes, source=f"{_LAYER}.mlp", bias=config.mlp_bias, build=build)
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, D] to ([T, D], the pool with the block's keys and values written): attention, then an MLP, each of
-        a norm of its input and added to that.
-        """
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
-
-
 class _Writer(nnx.Module):
     """Layer of a head in a pass that only writes keys and values."""
 
-    def __init__(self, layer: DFlashLayer):
+    def __init__(self, layer: PreNormLayer):
         self.layer = layer
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
@@ -107,7 +86,14 @@ class DFlash(DraftHead):
             self.markov_out = Linear(rank, (rows,), axes=("embed", "vocab"), build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        return DFlashLayer(self.sizes, layer, build)
+        """Return layer number `layer`, as Qwen3 has them, with ContextAttention."""
+        config, eps = self.sizes, self.sizes.rms_norm_eps
+        size, norm = config.hidden_size, partial(RMSNorm, config.hidden_size, eps, build=build)
+        attention = ContextAttention(config.attention[layer], size, eps=eps, source=f"{_LAYER}.self_attn", build=build)
+        sizes = size, config.intermediate_size
+        mlp = GatedMLP(*sizes, source=f"{_LAYER}.mlp", bias=config.mlp_bias, build=build)
+        norms = [norm(source=f"{_LAYER}.{name}") for name in ("input_layernorm", "post_attention_layernorm")]
+        return PreNormLayer(norms[0], attention, norms[1], mlp)
 
     def write(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array) -> KVPages:
         """Return the head's own pool with the keys and values of the tokens of `batch` written, given the model's
@@ -127,13 +113,13 @@ class DFlash(DraftHead):
         return self.head_norm(x), kv
 
     def _run(
-        self, batch: ForwardBatch, kv: KVPages, x: jax.Array, of_layer: Callable[[DFlashLayer], nnx.Module]
+        self, batch: ForwardBatch, kv: KVPages, x: jax.Array, of_layer: Callable[[PreNormLayer], nnx.Module]
     ) -> tuple[jax.Array, KVPages]:
         """Run of_layer(layer) of each layer in turn, from x [T, D] on; return the last one's result and the pool."""
         groups = self.cache_groups(kv.page_size, kv.dtype, hybrid=False)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
         for index, layer in enumerate(self.layers):
-            x = step.run(index, of_layer(cast(DFlashLayer, layer)), x)
+            x = step.run(index, of_layer(cast(PreNormLayer, layer)), x)
         return x, cast(KVPages, step.cache)
 
     def draft_logits(self, products: jax.Array, before: jax.Array, model: Decoder) -> jax.Array:

@@ -10,6 +10,7 @@ last.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,41 +20,18 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.drafts.draft_heads import DraftHeadConfig
 from jaxengine.models.config.drafts.eagle import EagleConfig
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.attention import Attention
 from jaxengine.models.layers.base.activations import ACTIVATIONS
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.base.norm import Identity, RMSNorm
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.drafts.draft_head import LM_HEAD, DraftHead, DraftHeadSource
+from jaxengine.models.layers.pre_norm import PreNormLayer
 from jaxengine.models.params.declare import Source
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 _LAYER, _JOINED = "model.layers.{layer}", "model.fc"
-
-
-class EagleLayer(nnx.Module):
-    """Llama's layer, without the norm before attention if it is the first and the config has no first_norm."""
-
-    input_norm: RMSNorm | Identity
-
-    def __init__(self, config: EagleConfig, layer: int, build: Build):
-        size, eps = config.hidden_size, config.rms_norm_eps
-        has_norm = layer > 0 or config.first_norm
-        norm = RMSNorm(size, eps, source=f"{_LAYER}.input_layernorm", build=build) if has_norm else Identity()
-        self.input_norm = norm
-        self.attention = Attention(config.attention[layer], size, eps=eps, source=f"{_LAYER}.self_attn", build=build)
-        self.mlp_norm = RMSNorm(size, eps, source=f"{_LAYER}.post_attention_layernorm", build=build)
-        options = {"bias": config.mlp_bias, "activation": ACTIVATIONS[config.activation], "build": build}
-        self.mlp = GatedMLP(size, config.intermediate_size, source=f"{_LAYER}.mlp", **options)
-
-    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map hidden states x [T, D] to (hidden states [T, D], the pool with this step's keys and values written)."""
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
-            x = x + attended
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.rows), kv
 
 
 class Eagle(DraftHead):
@@ -69,7 +47,18 @@ class Eagle(DraftHead):
         self.joined = Linear(2 * size, joined, axes=("latent", "embed"), bias=config.joined_bias, build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        return EagleLayer(self.sizes, layer, build)
+        """Return layer number `layer`: Llama's, without the norm before attention if it is the first and the config has
+        no first_norm.
+        """
+        config, eps = self.sizes, self.sizes.rms_norm_eps
+        norm = partial(RMSNorm, config.hidden_size, eps, build=build)
+        has_norm = layer > 0 or config.first_norm
+        input_norm = norm(source=f"{_LAYER}.input_layernorm") if has_norm else Identity()
+        sizes = config.attention[layer], config.hidden_size
+        attention = Attention(*sizes, eps=eps, source=f"{_LAYER}.self_attn", build=build)
+        options = {"bias": config.mlp_bias, "activation": ACTIVATIONS[config.activation], "build": build}
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, source=f"{_LAYER}.mlp", **options)
+        return PreNormLayer(input_norm, attention, norm(source=f"{_LAYER}.post_attention_layernorm"), mlp)
 
     def read(self, hidden: jax.Array) -> jax.Array:
         """Return the model's hidden states [T, D] after its final norm, in the form that this head takes: unchanged."""
