@@ -42,6 +42,8 @@ from jaxengine.pallas_kernels.kv.pages import (
     pool_shape,
 )
 from jaxengine.pallas_kernels.registry import (
+    NATIVE_LIBRARY,
+    NATIVE_ROOMS,
     SEQUENCES,
     TOKEN_ROWS,
     block_profile,
@@ -59,6 +61,8 @@ __all__ = [
     "Cache",
     "KVPages",
     "KVSpec",
+    "NATIVE_LIBRARY",
+    "NATIVE_ROOMS",
     "Paged",
     "State",
     "StateRows",

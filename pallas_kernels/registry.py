@@ -17,6 +17,7 @@ from typing import Any
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
 NATIVE = "native"  # machine code from llvmlite, which is only used after `native_code` has built it
+NATIVE_LIBRARY = "jaxengine.pallas_kernels.native.library"
 # Packages whose modules `code` have the handlers of NATIVE kernels.
 NATIVE_ROOMS = tuple(
     f"jaxengine.pallas_kernels.{room}" for room in ("matmul.native", "matmul.native_rows", "attention.native")
@@ -280,13 +281,14 @@ def kernel_kind(op: str, platform: str) -> str | None:
     return next((kind for kind in kinds if (op, kind) in _ROWS and (op, kind) not in unused), None)
 
 
-def native_code() -> str:
+def native_code(store: Any = None) -> str:
     """Build the machine code of NATIVE kernels, once per process, and return a description of it, which is part of the
     key of programs that use it. Programs with such kernels can only be loaded afterwards. If it cannot be built, return
     "", and the operations run as plain XLA.
+
+    store: library.CodeStore of the code that earlier processes have built; None to build it here.
     """
-    module = importlib.import_module("jaxengine.pallas_kernels.native.library")
-    if about := module.load(NATIVE_ROOMS):
+    if about := importlib.import_module(NATIVE_LIBRARY).load(NATIVE_ROOMS, store):
         _BUILT.add(NATIVE)
     return about
 

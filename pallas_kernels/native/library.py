@@ -1,4 +1,5 @@
-"""Machine code of the handlers for this processor: compiled by llvmlite, tested, and registered with XLA.
+"""Machine code of the handlers for this processor: compiled by llvmlite or read from storage, tested, and registered
+with XLA.
 
 A program that calls a handler can only be loaded after `load`, also if it comes from a cache.
 """
@@ -13,12 +14,14 @@ import platform
 import re
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 logger = logging.getLogger(__name__)
 _LOCK = threading.Lock()
+_loaded: dict[tuple[str, ...], str] = {}  # results of `load`
+_made: dict[tuple[str, ...], tuple[str, Any]] = {}  # those of `made`
 
 # Structures of XLA's FFI as handlers.py reads and writes them: the names of their fields, in order.
 _STRUCTURES = {
@@ -45,45 +48,65 @@ class UnfitError(RuntimeError):
     """Error for a machine on which handlers cannot be built; the message gives the reason."""
 
 
+class CodeStore(Protocol):
+    """Storage of machine code between processes, whose keys also name the sources of the code's modules."""
+
+    def read(self, facts: tuple[str, ...]) -> bytes | None:
+        """Return what was written for the same facts and sources; None if nothing was, or if it cannot be trusted."""
+        ...
+
+    def write(self, facts: tuple[str, ...], code: bytes) -> None:
+        """Store machine code if possible. Never raises."""
+        ...
+
+
 def target_name(handler: str) -> str:
     """Return "jaxengine_HANDLER", the name under which a handler is registered with XLA."""
     return f"jaxengine_{handler}"
 
 
-def load(rooms: tuple[str, ...]) -> str:
-    """Compile, test and register the handlers of `rooms`, once per process. Return a description of the compiler and
-    the processor, or "" if handlers cannot be built, with the reason in the log (INFO). rooms: as in `made`.
+def load(rooms: tuple[str, ...], store: CodeStore | None = None) -> str:
+    """Make, test and register the handlers of `rooms`, once per process. Return a description of the compiler and the
+    processor, or "" if handlers cannot be built, with the reason in the log (INFO). rooms, store: as in `made`.
     """
     with _LOCK:  # engines may be started by several threads
-        return _load(rooms)
+        if rooms not in _loaded:
+            _loaded[rooms] = _load(rooms, store)
+        return _loaded[rooms]
 
 
-@functools.cache
-def _load(rooms: tuple[str, ...]) -> str:
+def _load(rooms: tuple[str, ...], store: CodeStore | None = None) -> str:
     """Return the description that `load` returns. Must be called under _LOCK."""
     try:
-        return made(rooms)[0]
+        return made(rooms, store)[0]
     # llvmlite raises RuntimeError for what LLVM refuses, and OSError if its own library cannot be loaded.
     except (ImportError, OSError, RuntimeError) as error:
         logger.info("this CPU runs plain XLA, and no machine code of llvmlite: %s", error)
         return ""
 
 
-@functools.cache
-def made(rooms: tuple[str, ...]) -> tuple[str, Any]:
-    """Compile, test and register handlers, once per process. Return a description of the compiler and the processor,
-    and llvmlite's engine, which owns the code and must live as long as the process.
+def made(rooms: tuple[str, ...], store: CodeStore | None = None) -> tuple[str, Any]:
+    """Make, test and register handlers, once per process. Return a description of the compiler and the processor, and
+    llvmlite's engine, which owns the code and must live as long as the process.
 
     rooms: packages, each with a module `code`, which has the names HANDLERS and a function `build`, and a module
     `check`, whose function `check` gets the addresses of functions by name and raises UnfitError if one is wrong.
-    Raises what `compiled` raises, and UnfitError for a processor other than x86_64 and if the code of any of them
-    computes something wrong: then none is used.
+    store: where the code of earlier processes is, and that of this one is added; None for nowhere. Raises what
+    `compiled` raises, and UnfitError for a processor other than x86_64 and if the code of any of them computes
+    something wrong: then none is used.
     """
+    if rooms not in _made:
+        _made[rooms] = _make(rooms, store)
+    return _made[rooms]
+
+
+def _make(rooms: tuple[str, ...], store: CodeStore | None) -> tuple[str, Any]:
+    """Do what `made` does, whether or not it has been done before."""
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
 
-    about, engine = compiled(rooms, llvm.get_host_cpu_name(), host_features())
+    about, engine = compiled(rooms, llvm.get_host_cpu_name(), host_features(), store)
     for room in rooms:
         importlib.import_module(f"{room}.check").check(engine.get_function_address)
     for room in rooms:
@@ -93,13 +116,13 @@ def made(rooms: tuple[str, ...]) -> tuple[str, Any]:
     return about, engine
 
 
-def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]:
-    """Compile the handlers of `rooms` for a processor. Return a description of the compiler and the processor, and
-    llvmlite's engine with the code.
+def compiled(rooms: tuple[str, ...], cpu: str, features: Any, store: CodeStore | None = None) -> tuple[str, Any]:
+    """Return a description of the compiler and the processor, and llvmlite's engine with the handlers of `rooms` for a
+    processor, compiled unless `store` has them.
 
-    rooms: as in `made`. cpu: the processor's name in LLVM. features: llvmlite's FeatureMap. Raises UnfitError without
-    AVX2, FMA and F16C, for an llvmlite before version 0.46 or an FFI header that `ffi_abi` refuses, ImportError without
-    llvmlite, OSError if it cannot load its library, RuntimeError for what LLVM refuses.
+    rooms, store: as in `made`. cpu: the processor's name in LLVM. features: llvmlite's FeatureMap. Raises UnfitError
+    without AVX2, FMA and F16C, for an llvmlite before version 0.46 or an FFI header that `ffi_abi` refuses, ImportError
+    without llvmlite, OSError if it cannot load its library, RuntimeError for what LLVM refuses.
     """
     import llvmlite  # pyright: ignore[reportMissingImports]
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
@@ -115,23 +138,34 @@ def compiled(rooms: tuple[str, ...], cpu: str, features: Any) -> tuple[str, Any]
     bits = 512 if features.get("avx512f") else 256
     host = {"cpu": cpu, "features": features.flatten(), "opt": 3, "jit": True}
     machine = llvm.Target.from_default_triple().create_target_machine(**host)
+    about = f"llvmlite {version}, FFI {abi['major']}.{abi['minor']}, {cpu}, vectors of {bits} bits"
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    for room in rooms:
+        facts = room, about, str(llvm.llvm_version_info), llvm.get_process_triple(), str(abi), host["features"]
+        code = None if store is None else store.read(facts)
+        if code is None:
+            code = _object_code(room, machine, abi, features, bits)
+            if store is not None:
+                store.write(facts, code)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return about, engine
+
+
+def _object_code(room: str, machine: Any, abi: dict[str, int], features: Any, bits: int) -> bytes:
+    """Return the object file with a room's handlers. machine: llvmlite's TargetMachine. abi: the result of `ffi_abi`.
+    bits: width of vectors. Raises RuntimeError for what LLVM refuses.
+    """
+    import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
+
     options = llvm.create_pipeline_tuning_options(speed_level=1)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     builder = llvm.create_pass_builder(machine, options)
-    engine = None
-    for room in rooms:
-        code = importlib.import_module(f"{room}.code").build(llvm.get_process_triple(), abi, features)
-        module = llvm.parse_assembly(with_vector_width(str(code), bits))
-        module.verify()
-        builder.getModulePassManager().run(module, builder)
-        if engine is None:
-            engine = llvm.create_mcjit_compiler(module, machine)
-        else:
-            engine.add_module(module)
-    assert engine is not None
-    engine.finalize_object()
-    about = f"llvmlite {llvmlite.__version__}, FFI {abi['major']}.{abi['minor']}, {cpu}, vectors of {bits} bits"
-    return about, engine
+    code = importlib.import_module(f"{room}.code").build(llvm.get_process_triple(), abi, features)
+    module = llvm.parse_assembly(with_vector_width(str(code), bits))
+    module.verify()
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)
 
 
 @functools.cache

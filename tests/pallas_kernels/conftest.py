@@ -38,7 +38,7 @@ def machine_code():
     """
     own = sys.modules.pop("llvmlite", None)
     pytest.importorskip("llvmlite", reason="pip install 'jaxengine[cpu]'")
-    if not (about := library._load.__wrapped__(NATIVE_ROOMS)):
+    if not (about := library._load(NATIVE_ROOMS)):
         pytest.skip("machine code is for x86-64 with AVX2")
     yield about
     sys.modules["llvmlite"] = own  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.user_code import UnknownCodeError, changed_code, code_digest
-from jaxengine.models.cache import kernel_modules, native_code, platform_of
+from jaxengine.models.cache import NATIVE_LIBRARY, NATIVE_ROOMS, kernel_modules, native_code, platform_of
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.bundle import Bundle, NewBundle
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
@@ -70,6 +70,7 @@ _OPTIONS_OF_ONCE: dict[str, dict[str, bool | int | str]] = {
 # sampler may jit or scan a function that reads a value, and another engine finds another value there.
 _ENGINE = jax.make_user_context(None)
 
+_ROOT = Path(__file__).parents[3]  # the folder that holds jaxengine
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
@@ -266,12 +267,15 @@ class ExecutableCache:
 
     def _know_sources(self) -> None:
         """Compute the digest of our sources, with the parsed imports that an earlier process of the same Python has
-        stored in the cache folder, and store them again if more sources were parsed.
+        stored in the cache folder, and store them again if more sources were parsed. Before that, on a CPU, make
+        machine code of ours or load it from that folder.
         """
         file = file_name(f"sources {sys.version}")  # an AST is written otherwise by another Python
         if not num_known_sources():
             learn_sources(self._files.read(file) or b"")
         count = num_known_sources()
+        if self._has_native and self._devices[0].platform == "cpu":
+            native_code(_KeptCode(self._files, self._changed))
         self._environment()
         if num_known_sources() > count:
             self._files.write(file, known_sources())
@@ -348,6 +352,25 @@ class _KeptPrograms:
         self._files.write(key, number.to_bytes(8, "little"))
 
 
+class _KeptCode:
+    """Machine code of ours in a folder of executables, as jaxengine.pallas_kernels.native.library.CodeStore."""
+
+    def __init__(self, files: ExecutableFiles, changed: str):
+        """Store the folder and the digest of a user's code that has changed jaxengine's own."""
+        self._files, self._changed = files, changed
+
+    def read(self, facts: tuple[str, ...]) -> bytes | None:
+        return self._files.read(self._name(facts))
+
+    def write(self, facts: tuple[str, ...], code: bytes) -> None:
+        self._files.write(self._name(facts), code)
+
+    def _name(self, facts: tuple[str, ...]) -> str:
+        """Return the name of the file of code with these facts: a digest of them and of the sources."""
+        sources = source_digest(_ROOT, (NATIVE_LIBRARY, *(f"{room}.code" for room in NATIVE_ROOMS)))
+        return file_name(repr(("machine code", sources, self._changed, facts)))
+
+
 def _source_file(family: type) -> Path | None:
     """Return the file of a class's module, None if it has none."""
     file = getattr(sys.modules.get(family.__module__), "__file__", None)
@@ -366,7 +389,7 @@ def _environment(device: Any, family: Path | None, has_native: bool) -> tuple[st
         native_code() if has_native and device.platform == "cpu" else ""
     )  # first, as it decides which modules these are
     return (
-        source_digest(Path(__file__).parents[3], kernel_modules(platform_of(device)), family),
+        source_digest(_ROOT, kernel_modules(platform_of(device)), family),
         jax.__version__,
         jaxlib.version.__version__,
         device.platform,

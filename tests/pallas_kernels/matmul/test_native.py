@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from functools import partial
 from pathlib import Path
 
@@ -253,14 +254,14 @@ def test_an_unfit_llvmlite_is_named(machine_code, monkeypatch, caplog):
     def unloadable() -> str:
         raise OSError("Could not find/load shared object file 'libllvmlite.so'")
 
-    monkeypatch.setattr(library, "made", library.made.__wrapped__)
+    monkeypatch.setattr(library, "_made", {})
     with caplog.at_level("INFO", library.__name__):
         with monkeypatch.context() as patch:
             patch.setattr(llvmlite, "__version__", "0.43.0")
-            assert library._load.__wrapped__(NATIVE_ROOMS) == ""
+            assert library._load(NATIVE_ROOMS) == ""
         with monkeypatch.context() as patch:
             patch.setattr(llvm, "get_host_cpu_name", unloadable)
-            assert library._load.__wrapped__(NATIVE_ROOMS) == ""
+            assert library._load(NATIVE_ROOMS) == ""
     assert "llvmlite has version 0.43.0, allowed: 0.46 and later" in caplog.text and "libllvmlite.so" in caplog.text
 
 
@@ -300,21 +301,68 @@ def test_another_ffi_or_processor_is_named(tmp_path, monkeypatch, caplog):
         with pytest.raises(library.UnfitError, match=named):
             library.ffi_abi(other)
     monkeypatch.setattr(library.platform, "machine", lambda: "riscv64")
-    monkeypatch.setattr(library, "made", library.made.__wrapped__)
+    monkeypatch.setattr(library, "_made", {})
     with caplog.at_level("INFO", library.__name__):
-        assert library._load.__wrapped__(NATIVE_ROOMS) == ""
+        assert library._load(NATIVE_ROOMS) == ""
     assert "the processor is riscv64, allowed: x86_64" in caplog.text
     assert registry.kernel("quantized_matmul", "cpu") is quantized_cpu.quantized_matmul
 
 
+class Store(dict):
+    """library.CodeStore in memory."""
+
+    read, write = dict.get, dict.__setitem__
+
+
+def test_code_that_is_kept_is_not_compiled_again(machine_code, monkeypatch):
+    import llvmlite.binding as llvm
+
+    store, features = Store(), library.host_features()
+    processor = llvm.get_host_cpu_name(), features
+    assert library.compiled(NATIVE_ROOMS, *processor, store)[0] == machine_code and len(store) == len(NATIVE_ROOMS)
+
+    def refuse(*_):
+        raise RuntimeError("compiled")
+
+    monkeypatch.setattr(library, "_object_code", refuse)
+    about, engine = library.compiled(NATIVE_ROOMS, *processor, store)
+    assert about == machine_code
+    for room in NATIVE_ROOMS:
+        importlib.import_module(f"{room}.check").check(engine.get_function_address)
+        for handler in importlib.import_module(f"{room}.code").HANDLERS:
+            assert engine.get_function_address(handler)
+    # Code for another processor, by another compiler, or with another FFI is not taken.
+    with pytest.raises(RuntimeError, match="compiled"):
+        library.compiled(NATIVE_ROOMS, "haswell", features, store)
+    features["avx512vnni"] = not features.get("avx512vnni")
+    with pytest.raises(RuntimeError, match="compiled"):
+        library.compiled(NATIVE_ROOMS, *processor, store)
+    features["avx512vnni"] = not features["avx512vnni"]
+    abi = library.ffi_abi(Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h")
+    for name, other in (("llvm_version_info", (0, 0, 0)), ("ffi_abi", lambda _: abi | {"minor": 99})):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="compiled"):
+            patch.setattr(llvm if name.startswith("llvm") else library, name, other)
+            library.compiled(NATIVE_ROOMS, *processor, store)
+
+
 def test_an_engine_computes_with_it(machine_code, tmp_path, monkeypatch):
-    """Tokens are plain XLA's, alone and in a batch; kept programs load again; nothing compiles after the start."""
+    """Tokens are plain XLA's, alone and in a batch; kept programs load again; nothing compiles after the start. What is
+    kept of machine code is found at the next start, and only beside the same code of a user's.
+    """
     options = TINY_OPTIONS | {"quantization": "int8", "max_model_len": 64, "block_size": 16}  # attention's, too
     prompts = [{"prompt_token_ids": [3 + n, 5, 7 * n + 2][: 1 + n]} for n in range(3)]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    tokens, loaded = [], []
+    tokens, loaded, found = [], [], []
+
+    def native_code(store=None) -> str:
+        if store is not None:
+            found.append((store.read(("facts",)), cache._KeptCode(store._files, "changed").read(("facts",))))
+            store.write(("facts",), b"code")
+        return registry.native_code(store)
+
+    monkeypatch.setattr(cache, "native_code", native_code)
     for text in ("", machine_code, machine_code):
-        monkeypatch.setattr(library, "load", lambda rooms, text=text: text)
+        monkeypatch.setattr(library, "load", lambda rooms, store, text=text: text)
         monkeypatch.setattr(registry, "_BUILT", set())
         cache._environment.cache_clear()
         llm = LLM(str(TINY_CHECKPOINT), **options, **({"compile_cache_dir": str(tmp_path)} if text else {}))
@@ -331,3 +379,4 @@ def test_an_engine_computes_with_it(machine_code, tmp_path, monkeypatch):
     cache._environment.cache_clear()
     assert tokens[0] == tokens[1] == tokens[2]
     assert loaded[1][0] and not loaded[2][0], loaded
+    assert found[-2:] == [(None, None), (b"code", None)]
