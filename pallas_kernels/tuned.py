@@ -25,14 +25,19 @@ _TPUS = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
 
 
 class Entry(NamedTuple):
-    """One row of the table: rows [rows, size] times a matrix [size, out] in groups of `group` inputs."""
+    """One row of the table: rows [rows, size] times a matrix [size, out] in groups of `group` inputs.
+
+    Attributes:
+      codes: dtype of the stored codes.
+      sizes: fields of tuning.TpuProducts or tuning.HopperProducts that differ from their defaults.
+    """
 
     rows: int
     size: int
     out: int
     group: int
-    codes: str  # dtype of the stored codes
-    sizes: dict[str, int]  # fields of tuning.TpuProducts or tuning.HopperProducts that differ from their defaults
+    codes: str
+    sizes: dict[str, int]
 
     def distance(self, rows: int, size: int, out: int, group: int) -> float:
         """Return the distance of the entry's shape from another shape: the sum of the factors' base-2 logarithms, where

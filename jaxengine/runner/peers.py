@@ -13,11 +13,17 @@ NO_ANSWER = 0
 
 
 class Answer(NamedTuple):
-    """Answer of another process to an order."""
+    """Answer of another process to an order.
 
-    who: str  # name of the process
-    content: Mapping[str, Any]  # plain JSON, with "error" and "faults" for an error
-    arrays: Sequence[np.ndarray] = ()  # results of the order
+    Attributes:
+      who: name of the process.
+      content: plain JSON, with "error" and "faults" for an error.
+      arrays: results of the order.
+    """
+
+    who: str
+    content: Mapping[str, Any]
+    arrays: Sequence[np.ndarray] = ()
 
 
 class Orders(Protocol):

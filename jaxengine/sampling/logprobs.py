@@ -27,14 +27,22 @@ NUM_MASS_SCORES = 3
 class TokenLogprobs(NamedTuple):
     """Log-probabilities reported for each row; Kl = min(max_logprobs, V). A row whose token is negative has logprob
     -inf and rank 0; its other columns need not be meaningful.
+
+    Attributes:
+      logprob: f32[S], of the chosen token (its logit in the *_logits modes).
+      rank: i32[S], 1 + number of tokens strictly better.
+      top_ids: i32[S, Kl], best first, equal values by ascending id.
+      top_logprobs: f32[S, Kl].
+      given_logprobs: f32[S, G], of the tokens that a row names, -inf where it names none.
+      support: u32[S, W], see `support_words`; None in an engine that does not report it.
     """
 
-    logprob: jax.Array  # f32[S], of the chosen token (its logit in the *_logits modes)
-    rank: jax.Array  # i32[S], 1 + number of tokens strictly better
-    top_ids: jax.Array  # i32[S, Kl], best first, equal values by ascending id
-    top_logprobs: jax.Array  # f32[S, Kl]
-    given_logprobs: jax.Array  # f32[S, G], of the tokens that a row names, -inf where it names none
-    support: jax.Array | None = None  # u32[S, W], see `support_words`; None in an engine that does not report it
+    logprob: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    given_logprobs: jax.Array
+    support: jax.Array | None = None
 
 
 def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprobs:

@@ -109,15 +109,24 @@ def flags_of(features: jax.Array) -> SamplerFlags:
 class SampleOutput(NamedTuple):
     """Output of the sampler for S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last six fields hold
     (-inf, 0, 0, -inf, -inf, 0).
+
+    Attributes:
+      token_ids: i32[S]; -1: the row's logits hold NaN or +inf, or every token is forbidden.
+      logprob: f32[S] of the chosen token.
+      rank: i32[S], 1 = the best token.
+      top_ids: i32[S, Kl].
+      top_logprobs: f32[S, Kl].
+      given_logprobs: f32[S, G], of the row's `SamplingState.logprob_ids`, then those of MoreScores.
+      support: u32[S, ceil(V / 32)], that of MoreScores; None if it has none.
     """
 
-    token_ids: jax.Array  # i32[S]; -1: the row's logits hold NaN or +inf, or every token is forbidden
-    logprob: jax.Array  # f32[S]
-    rank: jax.Array  # i32[S], 1 = the best token
-    top_ids: jax.Array  # i32[S, Kl]
-    top_logprobs: jax.Array  # f32[S, Kl]
-    given_logprobs: jax.Array  # f32[S, G], of the row's `SamplingState.logprob_ids`, then those of MoreScores
-    support: jax.Array | None = None  # u32[S, ceil(V / 32)], that of MoreScores; None if it has none
+    token_ids: jax.Array
+    logprob: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    given_logprobs: jax.Array
+    support: jax.Array | None = None
 
 
 def sample(

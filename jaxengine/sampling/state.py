@@ -36,14 +36,19 @@ class SamplingState(NamedTuple):
     Step programs only read them: XLA may fetch an array that passes through a program into faster memory and write it
     back. `token_counts`, which the sampler changes, is separate: i32[R, V], 2 * (times in the output) + (1 if in the
     prompt).
+
+    Attributes:
+      params: [R] each.
+      logit_bias: f32[R, V], added to the logits; -inf forbids the token.
+      token_mask: i32[M, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token. Masks of the R
+        slots, then of each position of a step's rows, for rows with a mask for each draft.
+      logprob_ids: i32[R, G], tokens whose logprobs are reported in addition, -1 for none.
     """
 
-    params: RowParams  # [R] each
-    logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
-    # i32[M, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token. Masks of the R slots, then
-    # of each position of a step's rows, for rows with a mask for each draft.
+    params: RowParams
+    logit_bias: jax.Array
     token_mask: jax.Array
-    logprob_ids: jax.Array  # i32[R, G], tokens whose logprobs are reported in addition, -1 for none
+    logprob_ids: jax.Array
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:

@@ -38,9 +38,11 @@ class ErnieExperts(MixtureOfExperts):
 
 
 class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with rope over neighbouring elements, and experts in some of its layers."""
+    """Llama with rope over neighbouring elements, and experts in some of its layers. Logits have biases where MLPs
+    have.
+    """
 
-    biases_logits: ClassVar[bool] = True  # where MLPs have biases
+    biases_logits: ClassVar[bool] = True
     gguf_architecture: ClassVar[str | None] = "ernie4_5-moe"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         parts=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)

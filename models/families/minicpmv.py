@@ -13,7 +13,9 @@ from jaxengine.models.vision.minicpmv import MERGER, TOWER, read_minicpmv
 
 
 class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 with a vision tower. Embeddings of images have the positions of their tokens."""
+    """Qwen3.5 with a vision tower. Embeddings of images have the positions of their tokens. `downsample_mode` is
+    transformers' default.
+    """
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(*((f"model.{part}.", f"{part}.") for part in (TOWER, MERGER)), ("model.language_model.", "model.")),
@@ -21,7 +23,7 @@ class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
         flattened=(".patch_embedding.weight",),
         squeezed=(".conv1d.weight",),
     )
-    downsample_mode: ClassVar[str] = "16x"  # transformers' default
+    downsample_mode: ClassVar[str] = "16x"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -40,13 +40,17 @@ _ATTENTION, _MLP = f"{LAYER}.layer.0.SelfAttention", f"{LAYER}.layer.1.DenseRelu
 
 
 class T5EncoderModel(Encoder):
-    """Pre-norm encoder whose attention scores get biases by the distance of two tokens, with plain or gated MLPs."""
+    """Pre-norm encoder whose attention scores get biases by the distance of two tokens, with plain or gated MLPs.
+
+    Attributes:
+      has_own_distances: whether each layer has a table of these biases, instead of one for all.
+    """
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.encoder.block.", "model.layers."), ("model.encoder.final_layer_norm.", "model.norm.")),
         heads=("model.decoder.", "model.encoder.embed_tokens.", "lm_head."),
     )
-    has_own_distances: ClassVar[bool] = False  # each layer, instead of one table for all
+    has_own_distances: ClassVar[bool] = False
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

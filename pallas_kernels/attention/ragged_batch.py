@@ -21,14 +21,22 @@ class RaggedBatch(NamedTuple):
 
     A sequence may have no new token (q_len 0), or neither tokens nor keys (kv_len 0). Entries of `page_table` past
     ceil(kv_len / page_size) are never dereferenced.
+
+    Attributes:
+      cu_q_lens: [S + 1] first token of each sequence (vLLM: query_start_loc).
+      kv_lens: [S] keys visible, this step's included (vLLM: seq_lens).
+      page_table: [S, W] pool rows of each sequence, in order (vLLM: block_table).
+      slot_mapping: [T] flat pool slot (page * page_size + offset) of each new token, -1 = padding.
+      num_seqs: [] live rows.
+      num_decode: [] rows [0, num_decode) have exactly one new token; None: a batch of prefills alone.
     """
 
-    cu_q_lens: jax.Array  # [S + 1] first token of each sequence (vLLM: query_start_loc)
-    kv_lens: jax.Array  # [S] keys visible, this step's included (vLLM: seq_lens)
-    page_table: jax.Array  # [S, W] pool rows of each sequence, in order (vLLM: block_table)
-    slot_mapping: jax.Array  # [T] flat pool slot (page * page_size + offset) of each new token, -1 = padding
-    num_seqs: jax.Array  # [] live rows
-    num_decode: jax.Array | None  # [] rows [0, num_decode) have exactly one new token; None: a batch of prefills alone
+    cu_q_lens: jax.Array
+    kv_lens: jax.Array
+    page_table: jax.Array
+    slot_mapping: jax.Array
+    num_seqs: jax.Array
+    num_decode: jax.Array | None
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,14 @@ BLOCK = 512  # queries of a row that are computed at a time
 class Schedule(NamedTuple):
     """Run and index in it of each token, which with `AttentionSpec` determine the tokens of its row that a token
     sees.
+
+    Attributes:
+      run: i32 [B, T] number of the token's run.
+      offset: i32 [B, T] index of the token in its run.
     """
 
-    run: jax.Array  # i32 [B, T] number of the token's run
-    offset: jax.Array  # i32 [B, T] index of the token in its run
+    run: jax.Array
+    offset: jax.Array
 
 
 def attention_schedule(

@@ -12,14 +12,20 @@ from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 
 
 class Problem(NamedTuple):
-    """Shape of a product of bfloat16 rows [rows, size] with a quantised matrix [size, out]."""
+    """Shape of a product of bfloat16 rows [rows, size] with a quantised matrix [size, out].
+
+    Attributes:
+      group: inputs that share a scale.
+      codes: dtype, uint8 for pairs of four bits.
+      zeros: whether there are zero points.
+    """
 
     rows: int
     size: int
     out: int
-    group: int  # inputs that share a scale
-    codes: str  # dtype, uint8 for pairs of four bits
-    zeros: bool  # whether there are zero points
+    group: int
+    codes: str
+    zeros: bool
 
 
 class Candidate(NamedTuple):

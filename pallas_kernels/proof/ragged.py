@@ -15,25 +15,35 @@ MOST_KEYS = 4096
 
 
 class Sizes(NamedTuple):
-    """Static sizes of a batch."""
+    """Static sizes of a batch.
 
-    num_tokens: int  # T
-    num_seqs: int  # S
-    num_columns: int  # W, columns of the page table
-    page_size: int  # tokens of a page
-    num_pages: int  # pages of the pool
+    Attributes:
+      num_tokens, num_seqs, num_columns: T, S and W, the columns of the page table.
+      page_size: tokens of a page.
+      num_pages: pages of the pool.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_columns: int
+    page_size: int
+    num_pages: int
 
 
 class Batch(NamedTuple):
-    """Ragged batch in numpy, int32, with the fields of RaggedBatch, and the slots that no token sees."""
+    """Ragged batch in numpy, int32, with the fields of RaggedBatch, and the slots that no token sees.
 
-    cu_q_lens: np.ndarray  # [S + 1], as the next five see RaggedBatch
-    kv_lens: np.ndarray  # [S]
-    page_table: np.ndarray  # [S, W]
-    slot_mapping: np.ndarray  # [T]
-    num_seqs: np.ndarray  # []
-    num_decode: np.ndarray  # []
-    unseen: np.ndarray  # bool [pages, page_size], slots of the pool that no token sees
+    Attributes:
+      unseen: bool [pages, page_size], slots of the pool that no token sees.
+    """
+
+    cu_q_lens: np.ndarray
+    kv_lens: np.ndarray
+    page_table: np.ndarray
+    slot_mapping: np.ndarray
+    num_seqs: np.ndarray
+    num_decode: np.ndarray
+    unseen: np.ndarray
 
 
 def least_pages(num_seqs: int) -> int:

@@ -18,13 +18,20 @@ BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the rule for n tokens; the fields are arguments of state.delta.gated_delta_rule."""
+    """Per-token inputs of the rule for n tokens; the fields are arguments of state.delta.gated_delta_rule.
 
-    q: jax.Array  # [n, K, H]
-    k: jax.Array  # [n, K, H]
-    v: jax.Array  # [n, N, Hv]
-    decay: jax.Array  # [n, N] or [n, N, H]
-    beta: jax.Array  # [n, N]
+    Attributes:
+      q, k: [n, K, H].
+      v: [n, N, Hv].
+      decay: [n, N] or [n, N, H].
+      beta: [n, N].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array
+    beta: jax.Array
 
 
 def gated_delta_rule(

@@ -28,15 +28,23 @@ class StateRows:
     Sequences from `num_seqs` on have no new tokens. A sequence without new tokens reads and writes nothing. No row may
     be written twice, or read by one sequence and written by another.
 
-    width: if above 1, no sequence has more new tokens, and they are computed one after the other instead of in chunks.
+    Attributes:
+      cu_q_lens: [S + 1] first token of each sequence.
+      reads: [S] row of the state before the first new token, -1: zeros.
+      writes: [S] row of the state after the last new token; R or more: kept nowhere.
+      saves: [S] second row for that state, used by sequences of several new tokens; R or more: none.
+      num_seqs: [] live sequences.
+      num_decode: [] sequences [0, num_decode) have exactly one new token.
+      width: if above 1, no sequence has more new tokens, and they are computed one after the other instead of in
+        chunks.
     """
 
-    cu_q_lens: jax.Array  # [S + 1] first token of each sequence
-    reads: jax.Array  # [S] row of the state before the first new token, -1: zeros
-    writes: jax.Array  # [S] row of the state after the last new token; R or more: kept nowhere
-    saves: jax.Array  # [S] second row for that state, used by sequences of several new tokens; R or more: none
-    num_seqs: jax.Array  # [] live sequences
-    num_decode: jax.Array  # [] sequences [0, num_decode) have exactly one new token
+    cu_q_lens: jax.Array
+    reads: jax.Array
+    writes: jax.Array
+    saves: jax.Array
+    num_seqs: jax.Array
+    num_decode: jax.Array
     width: int = 1
 
     def at(self, rows: Callable[[jax.Array], jax.Array]) -> StateRows:

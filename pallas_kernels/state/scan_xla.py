@@ -17,12 +17,17 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the recurrence for n tokens; the fields are arguments of state.scan.selective_scan."""
+    """Per-token inputs of the recurrence for n tokens; the fields are arguments of state.scan.selective_scan.
 
-    x: jax.Array  # [n, C]
-    b: jax.Array  # [n, H]
-    c: jax.Array  # [n, H]
-    dt: jax.Array  # [n, C]
+    Attributes:
+      x, dt: [n, C].
+      b, c: [n, H].
+    """
+
+    x: jax.Array
+    b: jax.Array
+    c: jax.Array
+    dt: jax.Array
 
 
 def selective_scan(

@@ -17,13 +17,19 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the recurrence for n tokens; the fields are arguments of state.space.state_space."""
+    """Per-token inputs of the recurrence for n tokens; the fields are arguments of state.space.state_space.
 
-    x: jax.Array  # [n, N, P]
-    b: jax.Array  # [n, G, H]
-    c: jax.Array  # [n, G, H]
-    decay: jax.Array  # [n, N]
-    dt: jax.Array  # [n, N]
+    Attributes:
+      x: [n, N, P].
+      b, c: [n, G, H].
+      decay, dt: [n, N].
+    """
+
+    x: jax.Array
+    b: jax.Array
+    c: jax.Array
+    decay: jax.Array
+    dt: jax.Array
 
 
 def state_space(

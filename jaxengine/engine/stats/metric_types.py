@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Metric:
-    """Number under a metric's name."""
+    """Number under a metric's name.
 
-    name: str  # vLLM's name of the metric, or one that begins with "jaxengine:"
-    value: float  # in the unit that the name has
-    labels: Mapping[str, str] = field(default_factory=dict)  # that distinguish metrics of one name
+    Attributes:
+      name: vLLM's name of the metric, or one that begins with "jaxengine:".
+      value: value in the unit that the name has.
+      labels: labels that distinguish metrics of one name.
+    """
+
+    name: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

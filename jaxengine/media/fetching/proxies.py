@@ -16,10 +16,15 @@ _MOST_HEAD_BYTES = 8192
 
 
 class Proxy(NamedTuple):
-    """A proxy that was looked up."""
+    """A proxy that was looked up.
 
-    address: tuple[Any, ...]  # an entry of socket.getaddrinfo
-    credentials: str  # the value of a header Proxy-Authorization; "" for none
+    Attributes:
+      address: an entry of socket.getaddrinfo.
+      credentials: the value of a header Proxy-Authorization; "" for none.
+    """
+
+    address: tuple[Any, ...]
+    credentials: str
 
     def tunnel(self, sock: Any, address: str, port: int) -> None:
         """Request a tunnel to an IP address and port (CONNECT, RFC 9110, 9.3.6) over a socket that is connected to the

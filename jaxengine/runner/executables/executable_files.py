@@ -171,12 +171,19 @@ def file_name(key: str) -> str:
 
 
 class _Folder(NamedTuple):
-    """Open folder of executables."""
+    """Open folder of executables.
 
-    path: Path  # for messages
-    descriptor: int  # of the folder
-    owner: int  # uid that its files must have
-    key: bytes | None  # secret of its files' authentication codes; None for a folder of root's, which is only read
+    Attributes:
+      path: path, for messages.
+      descriptor: file descriptor.
+      owner: uid that its files must have.
+      key: secret of its files' authentication codes; None for a folder of root's, which is only read.
+    """
+
+    path: Path
+    descriptor: int
+    owner: int
+    key: bytes | None
 
     def read(self, name: str) -> bytes | None:
         """Return the payload of a file that `write` wrote; None for a missing file, and, with a warning, for one that

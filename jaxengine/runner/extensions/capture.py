@@ -50,10 +50,14 @@ class EngineTaps(NamedTuple):
 
 
 class StageTaps(NamedTuple):
-    """The taps of an engine that one of its stages has, in the order of its Activations."""
+    """The taps of an engine that one of its stages has, in the order of its Activations.
 
-    hidden: tuple[Tap, ...]  # of hidden states
-    router: tuple[Tap, ...]  # of router logits
+    Attributes:
+      hidden, router: taps of hidden states and of router logits.
+    """
+
+    hidden: tuple[Tap, ...]
+    router: tuple[Tap, ...]
 
     @property
     def every(self) -> tuple[Tap, ...]:

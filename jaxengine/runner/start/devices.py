@@ -43,17 +43,27 @@ from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, st
 
 
 class SplitDraft(NamedTuple):
-    """Draft model or draft head of a stage before its weights are read."""
+    """Draft model or draft head of a stage before its weights are read.
 
-    programs: Any  # DraftPrograms of the draft's kind, with an abstract `model`
-    source: ModelSource  # the open files of its weights
+    Attributes:
+      programs: DraftPrograms of the draft's kind, with an abstract `model`.
+      source: the open files of its weights.
+    """
+
+    programs: Any
+    source: ModelSource
 
 
 class SplitStage(NamedTuple):
-    """Pipeline stage before its weights are read."""
+    """Pipeline stage before its weights are read.
 
-    programs: StepPrograms  # with an abstract `model`
-    draft: SplitDraft | None  # None without a draft model or head that has weights
+    Attributes:
+      programs: programs with an abstract `model`.
+      draft: None without a draft model or head that has weights.
+    """
+
+    programs: StepPrograms
+    draft: SplitDraft | None
 
     @property
     def models(self) -> list[Any]:

@@ -39,15 +39,22 @@ logger = logging.getLogger(__name__)
 
 
 class OpenedModel(NamedTuple):
-    """Opened model, resolved config and devices of an engine before any weights are loaded."""
+    """Opened model, resolved config and devices of an engine before any weights are loaded.
 
-    source: ModelSource  # open
-    config: ResolvedConfig  # resolved for the source and the devices
-    platform: Platform  # its kernels run on the devices
-    devices: Sequence[Any]  # of all stages, stage after stage
-    mesh: (
-        Mesh | None
-    )  # in the engine's axes, if the caller's mesh says how tensor parallelism is split into attn and model
+    Attributes:
+      source: open files of the weights.
+      config: config, resolved for the source and the devices.
+      platform: platform whose kernels run on the devices.
+      devices: devices of all stages, stage after stage.
+      mesh: mesh in the engine's axes, if the caller's mesh says how tensor parallelism is split into attn and model;
+        else None.
+    """
+
+    source: ModelSource
+    config: ResolvedConfig
+    platform: Platform
+    devices: Sequence[Any]
+    mesh: Mesh | None
 
 
 def open_resolved(

@@ -21,13 +21,17 @@ from jaxengine.runner.model_runner import ModelRunner
 class Absent(NamedTuple):
     """Description of a freed array, with the fields of a jax.Array. The array can be restored if its copies are in
     `host`.
+
+    Attributes:
+      format: layout on the devices, and sharding.
+      host: copies in host memory of its parts, with their devices; None for no copies. Devices with equal parts share a
+        copy.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    format: Any  # layout on the devices, and sharding
+    format: Any
     sharding: Any
-    # Copies in host memory of its parts, with their devices; None for no copies. Devices with equal parts share a copy.
     host: list[tuple[Any, np.ndarray]] | None = None
 
     def restored(self, memory: HugePages | None) -> jax.Array:

@@ -62,11 +62,17 @@ _Read = TypeVar("_Read")
 
 
 class _Stage(NamedTuple):
-    """A model, or a pipeline stage of one, that receives new weights."""
+    """A model, or a pipeline stage of one, that receives new weights.
 
-    model: Any  # abstract
-    mesh: Any  # of its devices
-    params: list[Any]  # its leaves; an update replaces entries of this list
+    Attributes:
+      model: abstract model.
+      mesh: mesh of its devices.
+      params: its leaves; an update replaces entries of this list.
+    """
+
+    model: Any
+    mesh: Any
+    params: list[Any]
 
 
 class NewWeights:

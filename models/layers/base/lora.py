@@ -33,9 +33,12 @@ FLAT, GROUPED = 1, 2
 class LoraPools(nnx.Module):
     """Pools with all adapters' matrices for one product [in, out] whose output is made of `sources`, with logical axes
     (in, out). They are zeros at first.
+
+    Attributes:
+      may_group: whether the product has the grouped form where the platform has one.
     """
 
-    may_group: ClassVar[bool] = True  # whether the product has the grouped form where the platform has one
+    may_group: ClassVar[bool] = True
 
     def __init__(
         self,

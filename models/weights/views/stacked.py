@@ -51,11 +51,12 @@ _PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=1)
 class _Part(NamedTuple):
     """One expert's tensor: rows `first`, `first + step`, ... of its part of the stack.
 
-    stack: name of the stack, without the suffix BLOCKS. shape: [out, in] or [out].
+    stack: name of the stack, without the suffix BLOCKS. kind: an end of a stack's name, one of _KINDS, or SCALES.
+    shape: [out, in] or [out].
     """
 
     stack: str
-    kind: str  # an end of a stack's name, one of _KINDS, or SCALES
+    kind: str
     expert: int
     first: int
     step: int

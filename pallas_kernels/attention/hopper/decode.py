@@ -46,15 +46,25 @@ RESERVED_BYTES = 4 * 1024  # shared memory for barriers, cross-warp reductions, 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """Compile-time parameters of the decode kernel, and the buffer sizes that follow from them."""
+    """Compile-time parameters of the decode kernel, and the buffer sizes that follow from them.
 
-    spec: AttentionSpec  # of this device's heads
-    page_size: int  # tokens of a page
-    tokens: int  # most new tokens of a row
-    dtype: Any  # dtype of queries and of wgmma's operands
-    kv_dtype: Any  # dtype of the pool
-    max_stages: int  # most blocks in shared memory
-    tensor_memory: bool = False  # whether products are tcgen05's, with sums in tensor memory, as on Blackwell
+    Attributes:
+      spec: this device's heads.
+      page_size: tokens of a page.
+      tokens: most new tokens of a row.
+      dtype: dtype of queries and of wgmma's operands.
+      kv_dtype: dtype of the pool.
+      max_stages: most blocks in shared memory.
+      tensor_memory: whether products are tcgen05's, with sums in tensor memory, as on Blackwell.
+    """
+
+    spec: AttentionSpec
+    page_size: int
+    tokens: int
+    dtype: Any
+    kv_dtype: Any
+    max_stages: int
+    tensor_memory: bool = False
 
     parts = 2  # a block of the pool is keys and values
     head_tiles = 1  # tiles of query heads that share a kv head
@@ -118,32 +128,54 @@ class DecodeShape:
 class Refs(NamedTuple):
     """References that the decode kernel gets, in launch order: operands and results in global memory, then shared
     memory, barriers and, on Blackwell, tensor memory. None for what the shape does not need.
+
+    Attributes:
+      q: [R * K * M, H].
+      pool: rows [P * K * 2 * page, H].
+      page_table: i32 [S, W].
+      scale: f32 [K].
+      cta_items, items: i32 [C + 1] and i32 [I, ITEM_FIELDS], see DecodeItems.
+      o: f32 [I, M, H].
+      largest, total: f32 [I, M].
+      q_smem: [queries, product_rows, H].
+      kv_smem: [blocks, 2 * block, H] keys, then values.
+      o_smem: f32 [product_rows, output_columns].
+      largest_smem, total_smem: f32 [product_rows].
+      kv_full: barrier per block: its copies have arrived.
+      kv_free: barrier per block: it has been read.
+      q_full, q_free: barriers per tile of queries, as kv_full and kv_free.
+      wide_smem: [banks * 2 * block, H] blocks in the dtype of the queries; None unless shape.converts.
+      weight_smem: [product_rows, block] weights; this and what follows on Blackwell only.
+      sums_tmem: f32 [product_rows, block] products of queries and keys.
+      o_tmem: f32 [product_rows, H] weighted sums of values.
+      scored: barrier: the products of queries and keys are complete.
+      added: barrier: the products of weights and values are complete.
     """
 
-    q: Any  # [R * K * M, H]
-    pool: Any  # rows [P * K * 2 * page, H]
-    page_table: Any  # i32 [S, W]
-    scale: Any  # f32 [K]
-    cta_items: Any  # i32 [C + 1], as `items` see DecodeItems
-    items: Any  # i32 [I, ITEM_FIELDS]
-    o: Any  # f32 [I, M, H]
-    largest: Any  # f32 [I, M]
-    total: Any  # f32 [I, M]
-    q_smem: Any  # [queries, product_rows, H]
-    kv_smem: Any  # [blocks, 2 * block, H] keys, then values
-    o_smem: Any  # f32 [product_rows, output_columns]
-    largest_smem: Any  # f32 [product_rows]
-    total_smem: Any  # f32 [product_rows]
-    kv_full: Any  # barrier per block: its copies have arrived
-    kv_free: Any  # barrier per block: it has been read
-    q_full: Any  # barriers per tile of queries, as kv_full and kv_free
+    q: Any
+    pool: Any
+    page_table: Any
+    scale: Any
+    cta_items: Any
+    items: Any
+    o: Any
+    largest: Any
+    total: Any
+    q_smem: Any
+    kv_smem: Any
+    o_smem: Any
+    largest_smem: Any
+    total_smem: Any
+    kv_full: Any
+    kv_free: Any
+    q_full: Any
     q_free: Any
-    wide_smem: Any  # [banks * 2 * block, H] blocks in the dtype of the queries; None unless shape.converts
-    weight_smem: Any = None  # [product_rows, block] weights; this and what follows on Blackwell only
-    sums_tmem: Any = None  # f32 [product_rows, block] products of queries and keys
-    o_tmem: Any = None  # f32 [product_rows, H] weighted sums of values
-    scored: Any = None  # barrier: the products of queries and keys are complete
-    added: Any = None  # barrier: the products of weights and values are complete
+    wide_smem: Any
+    weight_smem: Any = None
+    sums_tmem: Any = None
+    o_tmem: Any = None
+    scored: Any = None
+    added: Any = None
 
 
 NUM_OPERANDS = Refs._fields.index("q_smem")  # operands and results

@@ -55,14 +55,23 @@ BARRIER_BYTES = 256
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Compile-time parameters of the latent attention kernel, and the buffer sizes that follow from them."""
+    """Compile-time parameters of the latent attention kernel, and the buffer sizes that follow from them.
 
-    spec: AttentionSpec  # its kv heads are tiles of at most 64 query heads
-    head_tiles: int  # tiles that share a kv head of the pool
-    page_size: int  # tokens of a page
-    tokens: int  # most new tokens of a row
-    dtype: Any  # dtype of queries and pool
-    max_stages: int  # most blocks in shared memory
+    Attributes:
+      spec: this device's heads; its kv heads are tiles of at most 64 query heads.
+      head_tiles: tiles that share a kv head of the pool.
+      page_size: tokens of a page.
+      tokens: most new tokens of a row.
+      dtype: dtype of queries and pool.
+      max_stages: most blocks in shared memory.
+    """
+
+    spec: AttentionSpec
+    head_tiles: int
+    page_size: int
+    tokens: int
+    dtype: Any
+    max_stages: int
 
     parts = 1  # a block of the pool is keys alone
 
@@ -119,35 +128,54 @@ def why_not_latent(spec: AttentionSpec) -> str | None:
 class _Refs(NamedTuple):
     """References that the latent attention kernel gets, in launch order: operands and results in global memory, then
     shared memory and barriers.
+
+    Attributes:
+      q: [R * K * M, Hv].
+      q_rest: [R * K * M, H - Hv].
+      pool: rows [P * K * page, H].
+      page_table: i32 [S, W].
+      scale: f32 [K].
+      cta_items, items, item_parts: i32 [C + 1], [I, ITEM_FIELDS] and [I], see DecodeItems.
+      o: [R * K, M, Hv].
+      lse: f32 [R * K, M].
+      part_o, part_lse: [2 * C, M, Hv] and f32 [2 * C, M], results of parts of cut pairs.
+      q_smem: [queries, 64, Hv], then the results of the rows.
+      q_rest_smem: [queries, 64, H - Hv].
+      kv_smem: [blocks, block, H].
+      weight_smem: [64, block].
+      statistics_smem: f32 [4 * 64] maxima of the rows over each warpgroup's keys, then their sums.
+      kv_full: barrier per block: its copies have arrived.
+      kv_free: barrier per block: both warpgroups have read it.
+      q_full, q_free: barriers per tile of queries, as kv_full and kv_free.
+      values_ready, maxima_ready, weights_ready, totals_ready: barriers at which the computing warpgroups meet once both
+        have written zeros of unseen values, row maxima, weights and row sums to shared memory.
     """
 
-    q: Any  # [R * K * M, Hv]
-    q_rest: Any  # [R * K * M, H - Hv]
-    pool: Any  # rows [P * K * page, H]
-    page_table: Any  # i32 [S, W]
-    scale: Any  # f32 [K]
-    cta_items: Any  # i32 [C + 1], as `items` and `item_parts` see DecodeItems
-    items: Any  # i32 [I, ITEM_FIELDS]
-    item_parts: Any  # i32 [I]
-    o: Any  # [R * K, M, Hv]
-    lse: Any  # f32 [R * K, M]
-    part_o: Any  # [2 * C, M, Hv] results of parts of cut pairs
-    part_lse: Any  # f32 [2 * C, M]
-    q_smem: Any  # [queries, 64, Hv], then the results of the rows
-    q_rest_smem: Any  # [queries, 64, H - Hv]
-    kv_smem: Any  # [blocks, block, H]
-    weight_smem: Any  # [64, block]
-    # f32 [4 * 64] maxima of the rows over each warpgroup's keys, then their sums
+    q: Any
+    q_rest: Any
+    pool: Any
+    page_table: Any
+    scale: Any
+    cta_items: Any
+    items: Any
+    item_parts: Any
+    o: Any
+    lse: Any
+    part_o: Any
+    part_lse: Any
+    q_smem: Any
+    q_rest_smem: Any
+    kv_smem: Any
+    weight_smem: Any
     statistics_smem: Any
-    kv_full: Any  # barrier per block: its copies have arrived
-    kv_free: Any  # barrier per block: both warpgroups have read it
-    q_full: Any  # barriers per tile of queries, as kv_full and kv_free
+    kv_full: Any
+    kv_free: Any
+    q_full: Any
     q_free: Any
-    # Barriers at which the computing warpgroups meet once both have written to shared memory:
-    values_ready: Any  # zeros of unseen values
-    maxima_ready: Any  # row maxima
-    weights_ready: Any  # weights
-    totals_ready: Any  # row sums
+    values_ready: Any
+    maxima_ready: Any
+    weights_ready: Any
+    totals_ready: Any
 
 
 def latent_attention(

@@ -26,22 +26,35 @@ NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an a
 class _Refs(NamedTuple):
     """References that the merge kernel gets, in launch order: operands and results in global memory, then shared memory
     and barriers.
+
+    Attributes:
+      o: [I, M, H].
+      largest, total: f32 [I, M].
+      pair_items: i32 [R * K + 1].
+      sinks: f32 [K, M] in base 2.
+      v_scale: f32 [K].
+      out: [R * K, M, H].
+      out_largest, out_total: f32 [R * K, M].
+      o_smem: [stages, 8, H].
+      largest_smem, total_smem: f32 [stages, 8].
+      out_smem: [8, H].
+      full: barrier per stage: its copies have arrived.
     """
 
-    o: Any  # [I, M, H]
-    largest: Any  # f32 [I, M]
-    total: Any  # f32 [I, M]
-    pair_items: Any  # i32 [R * K + 1]
-    sinks: Any  # f32 [K, M] in base 2
-    v_scale: Any  # f32 [K]
-    out: Any  # [R * K, M, H]
-    out_largest: Any  # f32 [R * K, M]
-    out_total: Any  # f32 [R * K, M]
-    o_smem: Any  # [stages, 8, H]
-    largest_smem: Any  # f32 [stages, 8]
-    total_smem: Any  # f32 [stages, 8]
-    out_smem: Any  # [8, H]
-    full: Any  # barrier per stage: its copies have arrived
+    o: Any
+    largest: Any
+    total: Any
+    pair_items: Any
+    sinks: Any
+    v_scale: Any
+    out: Any
+    out_largest: Any
+    out_total: Any
+    o_smem: Any
+    largest_smem: Any
+    total_smem: Any
+    out_smem: Any
+    full: Any
 
 
 def merge_partials(

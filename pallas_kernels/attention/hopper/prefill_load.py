@@ -154,39 +154,68 @@ class Shape(NamedTuple):
 class Refs(NamedTuple):
     """References that the prefill kernel gets, in launch order: operands and results in global memory, then shared
     memory, barriers and, on Blackwell, tensor memory. None for what the shape does not need.
+
+    Attributes:
+      q: [T, N, H].
+      pool: rows [P * K * 2 * page, H].
+      page_table: i32 [S, W].
+      cu_q_lens: i32 [S + 1].
+      kv_lens: i32 [S].
+      items, num_items: i32 [I, ITEM_FIELDS] and i32 [1], see PrefillItems.
+      scales: f32 [2 * K] k_scale, then v_scale.
+      sinks: f32 [num_groups, tile_rows] in base 2, one per row of a tile.
+      o: [T, N, output_width].
+      lse: f32 [I, num_groups, tile_rows].
+      q_smem: [tile_rows, H].
+      k_smem, v_smem: [stages, block, H].
+      o_smem: [tile_rows, output_columns], not tiled: a box may then begin at any row.
+      lse_smem, sink_smem: f32 [tile_rows].
+      q_full: barrier per compute warpgroup: its queries have arrived.
+      q_free: barrier per compute warpgroup: it has read them.
+      k_full: barrier per stage: the keys are there to be read.
+      k_free: barrier per stage: all warpgroups have read the keys.
+      v_full, v_free: barriers of the values, as k_full and k_free.
+      raw_full: barriers of values that still need zeros, and of one-byte blocks that still need widening.
+      turn: barrier at which the compute warpgroups take turns at the tensor cores; None on Blackwell.
+      raw_smem: [2, block, 2 * H] a one-byte block: keys and values; None unless shape.widens.
+      weight_smem: [tile_rows, block] weights; this and what follows on Blackwell only.
+      sums_tmem: f32 [rows, computing * block] products of queries and keys, of each warpgroup.
+      o_tmem: f32 [rows, computing * H] weighted sums of values, of each warpgroup.
+      scored: barrier per compute warpgroup: its products of queries and keys are complete.
+      added: barrier per compute warpgroup: its products of weights and values are complete.
     """
 
-    q: Any  # [T, N, H]
-    pool: Any  # rows [P * K * 2 * page, H]
-    page_table: Any  # i32 [S, W]
-    cu_q_lens: Any  # i32 [S + 1]
-    kv_lens: Any  # i32 [S]
-    items: Any  # i32 [I, ITEM_FIELDS], as `num_items` see PrefillItems
-    num_items: Any  # i32 [1]
-    scales: Any  # f32 [2 * K] k_scale, then v_scale
-    sinks: Any  # f32 [num_groups, tile_rows] in base 2, one per row of a tile
-    o: Any  # [T, N, output_width]
-    lse: Any  # f32 [I, num_groups, tile_rows]
-    q_smem: Any  # [tile_rows, H]
-    k_smem: Any  # [stages, block, H]
-    v_smem: Any  # [stages, block, H]
-    o_smem: Any  # [tile_rows, output_columns], not tiled: a box may then begin at any row
-    lse_smem: Any  # f32 [tile_rows]
-    sink_smem: Any  # f32 [tile_rows]
-    q_full: Any  # barrier per compute warpgroup: its queries have arrived
-    q_free: Any  # barrier per compute warpgroup: it has read them
-    k_full: Any  # barrier per stage: the keys are there to be read
-    k_free: Any  # barrier per stage: all warpgroups have read the keys
-    v_full: Any  # barriers of the values, as k_full and k_free
+    q: Any
+    pool: Any
+    page_table: Any
+    cu_q_lens: Any
+    kv_lens: Any
+    items: Any
+    num_items: Any
+    scales: Any
+    sinks: Any
+    o: Any
+    lse: Any
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    o_smem: Any
+    lse_smem: Any
+    sink_smem: Any
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
     v_free: Any
-    raw_full: Any  # barriers of values that still need zeros, and of one-byte blocks that still need widening
-    turn: Any  # barrier at which the compute warpgroups take turns at the tensor cores; None on Blackwell
-    raw_smem: Any  # [2, block, 2 * H] a one-byte block: keys and values; None unless shape.widens
-    weight_smem: Any = None  # [tile_rows, block] weights; this and what follows on Blackwell only
-    sums_tmem: Any = None  # f32 [rows, computing * block] products of queries and keys, of each warpgroup
-    o_tmem: Any = None  # f32 [rows, computing * H] weighted sums of values, of each warpgroup
-    scored: Any = None  # barrier per compute warpgroup: its products of queries and keys are complete
-    added: Any = None  # barrier per compute warpgroup: its products of weights and values are complete
+    raw_full: Any
+    turn: Any
+    raw_smem: Any
+    weight_smem: Any = None
+    sums_tmem: Any = None
+    o_tmem: Any = None
+    scored: Any = None
+    added: Any = None
 
 
 NUM_OPERANDS = Refs._fields.index("q_smem")  # operands and results
@@ -224,19 +253,33 @@ def scratch(shape: Shape) -> list[Any]:
 
 
 class Tile(NamedTuple):
-    """Unit of work of a CTA: a schedule item for one group of `heads` query heads. All fields are i32 []."""
+    """Unit of work of a CTA: a schedule item for one group of `heads` query heads. All fields are i32 [].
 
-    item: Any  # row of `PrefillItems.items`
-    group: Any  # number of the group of `heads` query heads
-    kv_head: Any  # that these share
-    seq: Any  # row of the page table
-    token: Any  # first token of the tile
-    num_rows: Any  # tokens of the tile
-    load_row: Any  # first token to load, divided by 8
-    position: Any  # position of the first token
-    end: Any  # one past the last key that any of its tokens sees
-    first_box: Any  # first box of the sequence's keys that the tile reads
-    num_blocks: Any  # blocks of keys that the tile reads
+    Attributes:
+      item: row of `PrefillItems.items`.
+      group: number of the group of `heads` query heads.
+      kv_head: KV head that these share.
+      seq: row of the page table.
+      token: first token of the tile.
+      num_rows: tokens of the tile.
+      load_row: first token to load, divided by 8.
+      position: position of the first token.
+      end: one past the last key that any of its tokens sees.
+      first_box: first box of the sequence's keys that the tile reads.
+      num_blocks: blocks of keys that the tile reads.
+    """
+
+    item: Any
+    group: Any
+    kv_head: Any
+    seq: Any
+    token: Any
+    num_rows: Any
+    load_row: Any
+    position: Any
+    end: Any
+    first_box: Any
+    num_blocks: Any
 
     def begin(self, shape: Shape):
         """Return the index of the first key of the tile's first block."""

@@ -52,24 +52,37 @@ ITEM_FIELDS = 8  # columns of both tables (prefill: 6 and 7 are 0): an item is o
 class Cuts(NamedTuple):
     """Items of pairs that were cut into several items (their parts), in the order of `DecodeItems.items`; at most C - 1
     cuts.
+
+    Attributes:
+      item_parts: i32 [I] index of an item among the parts, -1 if it is a full pair.
+      pairs: i32 [C] pair that a cut is the first to fall into, R * K for any other cut.
+      bounds: i32 [C + 1] its parts: [bounds[c], bounds[c + 1]).
     """
 
-    item_parts: jax.Array  # i32 [I] index of an item among the parts, -1 if it is a full pair
-    pairs: jax.Array  # i32 [C] pair that a cut is the first to fall into, R * K for any other cut
-    bounds: jax.Array  # i32 [C + 1] its parts: [bounds[c], bounds[c + 1])
+    item_parts: jax.Array
+    pairs: jax.Array
+    bounds: jax.Array
 
 
 class DecodeItems(NamedTuple):
     """Work list of R rows of up to Q tokens, with I items in the order of their pairs and blocks. Items past the last
     are undefined.
+
+    Attributes:
+      cta_items: i32 [C + 1] CTA c takes the items [cta_items[c], cta_items[c + 1]).
+      items: i32 [I, ITEM_FIELDS] columns DECODE_...
+      pair_items: i32 [R * K + 1] items of a pair: [pair_items[p], pair_items[p + 1]), none for an empty row.
+      cuts: the pairs that have several items.
+      row_tokens: i32 [R, Q] the row's tokens, T where there is none.
+      token_index: i32 [T] row * Q + index in the row of a token, R * Q if no row holds it.
     """
 
-    cta_items: jax.Array  # i32 [C + 1] CTA c takes the items [cta_items[c], cta_items[c + 1])
-    items: jax.Array  # i32 [I, ITEM_FIELDS] columns DECODE_...
-    pair_items: jax.Array  # i32 [R * K + 1] items of a pair: [pair_items[p], pair_items[p + 1]), none for an empty row
-    cuts: Cuts  # the pairs that have several items
-    row_tokens: jax.Array  # i32 [R, Q] the row's tokens, T where there is none
-    token_index: jax.Array  # i32 [T] row * Q + index in the row of a token, R * Q if no row holds it
+    cta_items: jax.Array
+    items: jax.Array
+    pair_items: jax.Array
+    cuts: Cuts
+    row_tokens: jax.Array
+    token_index: jax.Array
 
 
 class PrefillItems(NamedTuple):
@@ -77,21 +90,32 @@ class PrefillItems(NamedTuple):
     first. Each tile serves all query heads.
 
     The prefill_block_q tokens from (first token // 8 * 8) on include all of a tile's tokens.
+
+    Attributes:
+      num_items: i32 [1].
+      items: i32 [I, ITEM_FIELDS] columns PREFILL_...; items past num_items are undefined.
+      token_item: i32 [T] item of a token, I if no tile holds it.
     """
 
-    num_items: jax.Array  # i32 [1]
-    items: jax.Array  # i32 [I, ITEM_FIELDS] columns PREFILL_...; items past num_items are undefined
-    token_item: jax.Array  # i32 [T] item of a token, I if no tile holds it
+    num_items: jax.Array
+    items: jax.Array
+    token_item: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention on a Hopper GPU, a pytree."""
+    """Work list of one step's attention on a Hopper GPU, a pytree.
 
-    decode: DecodeItems  # of rows of few new tokens, or of all tokens
-    prefill: PrefillItems | None  # of longer runs
-    tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
+    Attributes:
+      decode: work of rows of few new tokens, or of all tokens.
+      prefill: work of longer runs; None for none.
+      tuning: sizes that the work was cut to.
+    """
+
+    decode: DecodeItems
+    prefill: PrefillItems | None
+    tuning: Tuning = field(metadata={"static": True})
 
 
 def head_tiles(spec: AttentionSpec, most: int = WARPGROUP_ROWS) -> int:
@@ -244,14 +268,23 @@ def _rows_of_runs(
 
 
 class _Pairs(NamedTuple):
-    """Range of keys of each row, i32 [R]; it is the same for all (row, kv head) pairs of a row."""
+    """Range of keys of each row, i32 [R]; it is the same for all (row, kv head) pairs of a row.
 
-    seqs: jax.Array  # row of the page table
-    first_block: jax.Array  # first block of DECODE_KEYS keys that holds one its tokens see
-    num_blocks: jax.Array  # 0: nothing to attend
-    begin: jax.Array  # first key that any of its tokens sees
-    end: jax.Array  # one past the last key that any of them sees
-    position: jax.Array  # position of its first token
+    Attributes:
+      seqs: row of the page table.
+      first_block: first block of DECODE_KEYS keys that holds one its tokens see.
+      num_blocks: number of blocks, 0: nothing to attend.
+      begin: first key that any of its tokens sees.
+      end: one past the last key that any of them sees.
+      position: position of its first token.
+    """
+
+    seqs: jax.Array
+    first_block: jax.Array
+    num_blocks: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    position: jax.Array
 
 
 def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:

@@ -34,12 +34,18 @@ _SMALL = 1 << 19  # multiplications of a step up to which one thread is as fast 
 class Schedule:
     """Work list of one step's attention, a pytree, for T tokens in at most n tiles. A tile is up to block_q consecutive
     tokens of a sequence; an item of work is a tile and a KV head.
+
+    Attributes:
+      tiles: i32 [3, n] sequence, first token and number of tokens of each tile.
+      ranges: i32 [2, T] first key that a token sees, and one past the last, 0 for padding.
+      sizes: i32 [4] tiles in use, tokens of a page, block_q, whether one thread suffices.
+      tuning, kv_limits: for calls that run as plain XLA.
     """
 
-    tiles: jax.Array  # i32 [3, n] sequence, first token and number of tokens of each tile
-    ranges: jax.Array  # i32 [2, T] first key that a token sees, and one past the last, 0 for padding
-    sizes: jax.Array  # i32 [4] tiles in use, tokens of a page, block_q, whether one thread suffices
-    tuning: Tuning = field(metadata={"static": True})  # this and kv_limits: for calls that run as plain XLA
+    tiles: jax.Array
+    ranges: jax.Array
+    sizes: jax.Array
+    tuning: Tuning = field(metadata={"static": True})
     kv_limits: jax.Array | None = None
 
 

@@ -101,15 +101,25 @@ def _scores_of(
 
 
 class _Plan(NamedTuple):
-    """Static sizes of a call."""
+    """Static sizes of a call.
 
-    lanes: tuple[int, int]  # range of lanes of a row of the pool that are copied
-    pages: int  # pages of a chunk
-    page_size: int  # tokens of a page
-    chunks: int  # chunks of a sequence
-    cores: int  # TensorCores that share the sequences in turn
-    group: int  # rows of queries whose products are added up, 1 for products as they are
-    dtype: Any  # of both operands of the products
+    Attributes:
+      lanes: range of lanes of a row of the pool that are copied.
+      pages: pages of a chunk.
+      page_size: tokens of a page.
+      chunks: chunks of a sequence.
+      cores: TensorCores that share the sequences in turn.
+      group: rows of queries whose products are added up, 1 for products as they are.
+      dtype: dtype of both operands of the products.
+    """
+
+    lanes: tuple[int, int]
+    pages: int
+    page_size: int
+    chunks: int
+    cores: int
+    group: int
+    dtype: Any
 
     @property
     def keys(self) -> int:

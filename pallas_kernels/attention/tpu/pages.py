@@ -33,36 +33,60 @@ Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
 
 
 class Part(NamedTuple):
-    """Rows of a tile and pages of a block that are computed together for one kv head."""
+    """Rows of a tile and pages of a block that are computed together for one kv head.
 
-    head: int  # the kv head
-    first_row: int  # rows [first_row, end_row) of the tile
+    Attributes:
+      head: the kv head.
+      first_row, end_row: rows [first_row, end_row) of the tile.
+      first_page, end_page: pages [first_page, end_page) of the block.
+    """
+
+    head: int
+    first_row: int
     end_row: int
-    first_page: int  # pages [first_page, end_page) of the block
+    first_page: int
     end_page: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Compile-time parameters of one call of the attention kernel, and the sizes that follow from them."""
+    """Compile-time parameters of one call of the attention kernel, and the sizes that follow from them.
 
-    spec: AttentionSpec  # of this device's heads
-    block_q: int  # tokens per tile
-    group: int  # query heads per kv head, padded
-    page_size: int  # tokens of a page
-    blocks: Blocks  # sizes of blocks
-    keys: tuple[Window, ...]  # columns of the keys of each kv head
-    values: tuple[Window, ...]  # columns of the values of each kv head
-    operand_dtype: Any  # dtype of the operands of both products
-    has_sinks: bool  # whether attention sinks are given
-    num_tree_words: int  # uint32 words of a row of the tree mask, 0 without one
-    cores: int  # TensorCores that share the call
-    mxu_columns: int  # columns of the matrix unit
-    parts: int  # parts into which the work on a single kv head is cut
-    table_width: int  # entries of the page table for each sequence
-    lanes: tuple[int, int]  # range [first, end) of lanes that a page takes in a row of the pool
-    has_seen: bool = False  # whether keys that a token does not see are given one by one
-    in_words: bool = False  # whether a page is one row of words of a pool in the form of `words.word_rows`
+    Attributes:
+      spec: this device's heads.
+      block_q: tokens per tile.
+      group: query heads per kv head, padded.
+      page_size: tokens of a page.
+      keys, values: columns of the keys and of the values of each kv head.
+      operand_dtype: dtype of the operands of both products.
+      has_sinks: whether attention sinks are given.
+      num_tree_words: uint32 words of a row of the tree mask, 0 without one.
+      cores: TensorCores that share the call.
+      mxu_columns: columns of the matrix unit.
+      parts: parts into which the work on a single kv head is cut.
+      table_width: entries of the page table for each sequence.
+      lanes: range [first, end) of lanes that a page takes in a row of the pool.
+      has_seen: whether keys that a token does not see are given one by one.
+      in_words: whether a page is one row of words of a pool in the form of `words.word_rows`.
+    """
+
+    spec: AttentionSpec
+    block_q: int
+    group: int
+    page_size: int
+    blocks: Blocks
+    keys: tuple[Window, ...]
+    values: tuple[Window, ...]
+    operand_dtype: Any
+    has_sinks: bool
+    num_tree_words: int
+    cores: int
+    mxu_columns: int
+    parts: int
+    table_width: int
+    lanes: tuple[int, int]
+    has_seen: bool = False
+    in_words: bool = False
 
     def sums_with_values(self, head: int) -> bool:
         """Return whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum
@@ -118,32 +142,53 @@ class Plan:
 class Refs(NamedTuple):
     """References that the kernel reads and writes, in launch order: operands, results o and lse, and scratch. Shapes
     are those that one grid step sees.
+
+    Attributes:
+      walk: SMEM.
+      page_table, far_page_table: i32 [S * W] in SMEM or, if it is too large, in HBM; the other is None.
+      logit_scale: SMEM f32 [K] of q.k, for logits to base 2 (natural logits under a soft cap).
+      value_scale: SMEM f32 [K], factor of the output.
+      sinks: SMEM f32 [K, G] to base 2, or None.
+      q: [tokens, K, G, width] (plan.by_token) or [K, G, block_q, width], queries moved to their key window.
+      q_rest: as q, the columns of queries after those of q; or None.
+      tree: i32 [tiles * block_q, words] or None.
+      seen: i32 [tiles, keys], 0 for keys of a tile's sequence that its token does not see; or None.
+      pool: HBM [P, page_size, C] as `words.tile_rows`, of which plan.lanes are K * (H + Hv), rounded up to whole lane
+        tiles; or as `words.word_rows`.
+      o: as q, last axis Hv.
+      lse: f32 [tiles, K, rows rounded up to whole lane tiles].
+      buffer: [buffers, pages, tiles, rows, buffer_lanes(K * (H + Hv))], or pages of `words.page_shape`.
+      arrived: DMA semaphore per buffer.
+      largest: f32 [K, rows, LANES] all lanes equal.
+      total: f32 [K, rows, LANES] sums of every LANES-th key, or of all in one; lanes are added up once per tile.
+      acc: f32 [K, rows, width of a value window].
+      cursor: SMEM i32 [4] indexed by FETCH_SEGMENT, FETCH_BLOCK, SLOT and TABLE_ROW.
+      table_rows: SMEM i32 [2 * W] of a page table in HBM: rows of the segment being fetched and of the next one; else
+        None.
+      row_arrived: DMA semaphore per row; None without table_rows.
     """
 
-    walk: Walk  # SMEM
-    page_table: Any  # SMEM i32 [S * W], None if it is too large
-    far_page_table: Any  # HBM i32 [S * W], None if it is in SMEM
-    logit_scale: Any  # SMEM f32 [K] of q.k, for logits to base 2 (natural logits under a soft cap)
-    value_scale: Any  # SMEM f32 [K], factor of the output
-    sinks: Any  # SMEM f32 [K, G] to base 2, or None
-    q: Any  # [tokens, K, G, width] (plan.by_token) or [K, G, block_q, width], queries moved to their key window
-    q_rest: Any  # as q, the columns of queries after those of q; or None
-    tree: Any  # i32 [tiles * block_q, words] or None
-    seen: Any  # i32 [tiles, keys], 0 for keys of a tile's sequence that its token does not see; or None
-    # HBM [P, page_size, C] as `words.tile_rows`, of which plan.lanes are K * (H + Hv), rounded up to whole lane tiles;
-    # or as `words.word_rows`
+    walk: Walk
+    page_table: Any
+    far_page_table: Any
+    logit_scale: Any
+    value_scale: Any
+    sinks: Any
+    q: Any
+    q_rest: Any
+    tree: Any
+    seen: Any
     pool: Any
-    o: Any  # as q, last axis Hv
-    lse: Any  # f32 [tiles, K, rows rounded up to whole lane tiles]
-    buffer: Any  # [buffers, pages, tiles, rows, buffer_lanes(K * (H + Hv))], or pages of `words.page_shape`
-    arrived: Any  # DMA semaphore per buffer
-    largest: Any  # f32 [K, rows, LANES] all lanes equal
-    total: Any  # f32 [K, rows, LANES] sums of every LANES-th key, or of all in one; lanes are added up once per tile
-    acc: Any  # f32 [K, rows, width of a value window]
-    cursor: Any  # SMEM i32 [4] indexed by the names below
-    # Of a page table in HBM, else None:
-    table_rows: Any  # SMEM i32 [2 * W]: of the segment being fetched and of the next one
-    row_arrived: Any  # DMA semaphore per row
+    o: Any
+    lse: Any
+    buffer: Any
+    arrived: Any
+    largest: Any
+    total: Any
+    acc: Any
+    cursor: Any
+    table_rows: Any
+    row_arrived: Any
 
 
 class Segment(NamedTuple):

@@ -45,10 +45,15 @@ _PAGES = 64  # pages of the pool
 
 
 class Sizes(NamedTuple):
-    """Tokens of a tile, and keys of a block, of the work that a profile repeats."""
+    """Tokens of a tile, and keys of a block, of the work that a profile repeats.
 
-    block_q: int  # tokens of a tile
-    block_kv: int  # keys of a block
+    Attributes:
+      block_q: tokens of a tile.
+      block_kv: keys of a block.
+    """
+
+    block_q: int
+    block_kv: int
 
 
 def block_profile(

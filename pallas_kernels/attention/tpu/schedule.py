@@ -26,27 +26,43 @@ from jaxengine.pallas_kernels.tuning import TpuAttention, Tuning
 
 
 class Walk(NamedTuple):
-    """Work list of n segments, ordered by tile and then by sequence; segments past the last are undefined."""
+    """Work list of n segments, ordered by tile and then by sequence; segments past the last are undefined.
 
-    tile_start: jax.Array  # i32 [tiles + 1] first segment of each tile
-    tile: jax.Array  # i32 [n] tile of the segment
-    seq: jax.Array  # i32 [n] row of the page table
-    first_row: jax.Array  # i32 [n] tokens [first_row, end_row) of the tile belong to the segment
-    end_row: jax.Array  # i32 [n]
-    position: jax.Array  # i32 [n] position that token 0 of the tile would have in the sequence, may be negative
-    first_page: jax.Array  # i32 [n] first page of the sequence that holds a visible key
-    end_key: jax.Array  # i32 [n] one past the last key any token of the segment sees
-    num_computed: jax.Array  # i32 [n] keys of the sequence that are older than this step
+    Attributes:
+      tile_start: i32 [tiles + 1] first segment of each tile.
+      tile: i32 [n] tile of the segment.
+      seq: i32 [n] row of the page table.
+      first_row, end_row: i32 [n] tokens [first_row, end_row) of the tile belong to the segment.
+      position: i32 [n] position that token 0 of the tile would have in the sequence, may be negative.
+      first_page: i32 [n] first page of the sequence that holds a visible key.
+      end_key: i32 [n] one past the last key any token of the segment sees.
+      num_computed: i32 [n] keys of the sequence that are older than this step.
+    """
+
+    tile_start: jax.Array
+    tile: jax.Array
+    seq: jax.Array
+    first_row: jax.Array
+    end_row: jax.Array
+    position: jax.Array
+    first_page: jax.Array
+    end_key: jax.Array
+    num_computed: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention on a TPU, a pytree. At least one of the two kernel calls is present."""
+    """Work list of one step's attention on a TPU, a pytree. At least one of the two kernel calls is present.
 
-    single: Walk | None  # tiles of one token
-    runs: Walk | None  # tiles of several tokens
-    sizes: TpuAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
+    Attributes:
+      single, runs: tiles of one token and of several; None for none.
+      sizes: sizes that the tiles were cut to.
+    """
+
+    single: Walk | None
+    runs: Walk | None
+    sizes: TpuAttention = field(metadata={"static": True})
 
 
 def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int:

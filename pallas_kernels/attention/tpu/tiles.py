@@ -24,20 +24,31 @@ class Window(NamedTuple):
     """Range of full lane tiles of a pool row that contains one head's keys or values.
 
     Elements of the window outside of the head are multiplied by zeros of the query, or cut off the result.
+
+    Attributes:
+      start, size: columns [start, start + size) of the row, both multiples of LANES.
+      offset: column of the window at which the head begins.
     """
 
-    start: int  # columns [start, start + size) of the row, both multiples of LANES
+    start: int
     size: int
-    offset: int  # column of the window at which the head begins
+    offset: int
 
 
 class Blocks(NamedTuple):
-    """Sizes that determine how the kernel divides keys, tiles and heads."""
+    """Sizes that determine how the kernel divides keys, tiles and heads.
 
-    pages: int  # pages of one sequence per block of keys
-    buffers: int  # blocks in VMEM: one being processed, the others in transit
-    tiles: int  # tiles per grid step
-    heads: int  # kv heads processed together: their softmax overlaps with the scores of the next ones
+    Attributes:
+      pages: pages of one sequence per block of keys.
+      buffers: blocks in VMEM: one being processed, the others in transit.
+      tiles: tiles per grid step.
+      heads: kv heads processed together: their softmax overlaps with the scores of the next ones.
+    """
+
+    pages: int
+    buffers: int
+    tiles: int
+    heads: int
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:

@@ -31,10 +31,15 @@ MAX_LATENT_DIM = 512  # of a value that lies in a key; up to MAX_HEAD_DIM elemen
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention for the Triton kernels, a pytree."""
+    """Work list of one step's attention for the Triton kernels, a pytree.
 
-    items: DecodeItems  # of all new tokens
-    tuning: Tuning = field(metadata={"static": True})  # sizes that the work was cut to
+    Attributes:
+      items: work of all new tokens.
+      tuning: sizes that the work was cut to.
+    """
+
+    items: DecodeItems
+    tuning: Tuning = field(metadata={"static": True})
 
 
 def why_not(

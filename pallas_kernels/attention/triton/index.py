@@ -116,16 +116,27 @@ class _Plan:
 
 
 class _Refs(NamedTuple):
-    """References that the kernel gets, in order: operands, then the scores."""
+    """References that the kernel gets, in order: operands, then the scores.
 
-    q: Any  # [B, Q * I, J]
-    weights: Any  # f32 [B, Q, I], None for products as they are
-    pool: Any  # [P, K, C]
-    page_table: Any  # i32 [S, W]
-    seqs: Any  # i32 [B]
-    stop: Any  # i32 [B] one past the last key that a row sees
-    first: Any  # i32 [1] first key of the span
-    o: Any  # f32 [B, Q, keys], or [B, Q * I, keys]
+    Attributes:
+      q: [B, Q * I, J].
+      weights: f32 [B, Q, I], None for products as they are.
+      pool: [P, K, C].
+      page_table: i32 [S, W].
+      seqs: i32 [B].
+      stop: i32 [B] one past the last key that a row sees.
+      first: i32 [1] first key of the span.
+      o: f32 [B, Q, keys], or [B, Q * I, keys].
+    """
+
+    q: Any
+    weights: Any
+    pool: Any
+    page_table: Any
+    seqs: Any
+    stop: Any
+    first: Any
+    o: Any
 
 
 def key_scores(

@@ -64,13 +64,19 @@ def keys_at_once(spec: AttentionSpec, dtype: Any) -> int:
 class Shape:
     """Static shape parameters of the kernels. `spec` counts the heads that this device holds, and each tile of query
     heads as a KV head.
+
+    Attributes:
+      page_size: tokens of a page.
+      tokens: most new tokens of a row.
+      dtype: dtype of queries, results and operands of products.
+      tiles: tiles of query heads that share a KV head of the pool.
     """
 
     spec: AttentionSpec
-    page_size: int  # tokens of a page
-    tokens: int  # most new tokens of a row
-    dtype: Any  # of queries, results and operands of products
-    tiles: int = 1  # tiles of query heads that share a KV head of the pool
+    page_size: int
+    tokens: int
+    dtype: Any
+    tiles: int = 1
 
     @property
     def rows(self) -> int:
@@ -89,44 +95,69 @@ class Shape:
 class _Refs(NamedTuple):
     """References that the first kernel (`_attend`) gets, in order: operands, initial results, results, partial
     results.
+
+    Attributes:
+      q: [T, N, columns] for each of Shape.parts.
+      pool: [P, K, page * (H + Hv)], of latents page * H.
+      page_table: i32 [S, W].
+      scale: f32 [K] factor of the products.
+      v_scale: f32 [K] factor of the output.
+      sinks: f32 [N] in base 2.
+      items, pair_items, item_parts, row_tokens: i32 [I, ITEM_FIELDS], [R * K + 1], [I] and [R, Q], see DecodeItems.
+      empty_o, empty_lse: the results' initial values, in the same memory.
+      o: [T, N, Hv].
+      lse: f32 [T, N].
+      part_o: f32 [parts, M, Hv].
+      part_largest, part_total: f32 [parts, M].
     """
 
-    q: tuple[Any, ...]  # [T, N, columns] for each of Shape.parts
-    pool: Any  # [P, K, page * (H + Hv)], of latents page * H
-    page_table: Any  # i32 [S, W]
-    scale: Any  # f32 [K] factor of the products
-    v_scale: Any  # f32 [K]
-    sinks: Any  # f32 [N] in base 2
-    items: Any  # i32 [I, ITEM_FIELDS], as the next three see DecodeItems
-    pair_items: Any  # i32 [R * K + 1]
-    item_parts: Any  # i32 [I]
-    row_tokens: Any  # i32 [R, Q]
-    empty_o: Any  # this and the next: the results' initial values, in the same memory
+    q: tuple[Any, ...]
+    pool: Any
+    page_table: Any
+    scale: Any
+    v_scale: Any
+    sinks: Any
+    items: Any
+    pair_items: Any
+    item_parts: Any
+    row_tokens: Any
+    empty_o: Any
     empty_lse: Any
-    o: Any  # [T, N, Hv]
-    lse: Any  # f32 [T, N]
-    part_o: Any  # f32 [parts, M, Hv]
-    part_largest: Any  # f32 [parts, M]
-    part_total: Any  # f32 [parts, M]
+    o: Any
+    lse: Any
+    part_o: Any
+    part_largest: Any
+    part_total: Any
 
 
 class _CutRefs(NamedTuple):
     """References that the second kernel (`_merge`) gets, in order: partial results, other operands, initial results,
     results.
+
+    Attributes:
+      sums: f32 [parts, M, Hv].
+      largest, total: f32 [parts, M].
+      pairs, bounds: i32 [C] and [C + 1], see Cuts.
+      row_tokens: i32 [R, Q].
+      v_scale: f32 [K].
+      sinks: f32 [N] in base 2.
+      whole_o, whole_lse: the first kernel's results, in the same memory.
+      o: [T, N, Hv].
+      lse: f32 [T, N].
     """
 
-    sums: Any  # f32 [parts, M, Hv]
-    largest: Any  # f32 [parts, M]
-    total: Any  # f32 [parts, M]
-    pairs: Any  # i32 [C], as the next one see Cuts
-    bounds: Any  # i32 [C + 1]
-    row_tokens: Any  # i32 [R, Q]
-    v_scale: Any  # f32 [K]
-    sinks: Any  # f32 [N] in base 2
-    whole_o: Any  # this and the next: the first kernel's results, in the same memory
+    sums: Any
+    largest: Any
+    total: Any
+    pairs: Any
+    bounds: Any
+    row_tokens: Any
+    v_scale: Any
+    sinks: Any
+    whole_o: Any
     whole_lse: Any
-    o: Any  # [T, N, Hv]
-    lse: Any  # f32 [T, N]
+    o: Any
+    lse: Any
 
 
 def rows_attention(

@@ -177,15 +177,25 @@ def _plan(
 
 
 class _Refs(NamedTuple):
-    """References that the kernel gets, in order: operands, then partial results."""
+    """References that the kernel gets, in order: operands, then partial results.
 
-    q: tuple[Any, ...]  # [T, N, columns] for each operand of queries
-    pool: Any  # [P, K, C]
-    slots: Any  # i32 [T * K, n], -1 for none
-    scale: Any  # f32 [1] factor of the products
-    o: Any  # f32 [parts, T * K, G, Hv] sums of value codes
-    largest: Any  # f32 [parts, T * K, G] in base 2
-    total: Any  # f32 [parts, T * K, G]
+    Attributes:
+      q: [T, N, columns] for each operand of queries.
+      pool: [P, K, C].
+      slots: i32 [T * K, n], -1 for none.
+      scale: f32 [1] factor of the products.
+      o: f32 [parts, T * K, G, Hv] sums of value codes.
+      largest: f32 [parts, T * K, G] in base 2.
+      total: f32 [parts, T * K, G].
+    """
+
+    q: tuple[Any, ...]
+    pool: Any
+    slots: Any
+    scale: Any
+    o: Any
+    largest: Any
+    total: Any
 
 
 def _attend_slots(

@@ -103,17 +103,26 @@ def log_once(kernels: str, reason: str) -> None:
 
 
 class _Step(NamedTuple):
-    """Operands that all tiles of the step share: pool, batch, spec, factors, sinks, masks and tile sizes."""
+    """Operands that all tiles of the step share. `spec` has this device's heads; `sizes` and `mutual` are the
+    schedule's.
 
-    kv: KVPages  # pool to read
-    batch: RaggedBatch  # rows of the step
-    spec: AttentionSpec  # of this device's heads
-    scale: jax.Array  # f32 [K] factor of the products of queries and keys
-    sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
-    slopes: jax.Array | None  # f32 [K, G] loss of a logit for each position to the key
-    tree_mask: jax.Array | None  # u32 [T, words]
-    sizes: XlaAttention  # of the schedule
-    mutual: jax.Array | None  # bool [T] of the schedule
+    Attributes:
+      kv: pool to read.
+      scale: f32 [K] factor of the products of queries and keys.
+      sink: f32 [K, G] logit that is in the denominator from the start, -inf: none.
+      slopes: f32 [K, G] loss of a logit for each position to the key.
+      tree_mask: u32 [T, words].
+    """
+
+    kv: KVPages
+    batch: RaggedBatch
+    spec: AttentionSpec
+    scale: jax.Array
+    sink: jax.Array
+    slopes: jax.Array | None
+    tree_mask: jax.Array | None
+    sizes: XlaAttention
+    mutual: jax.Array | None
 
 
 def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
@@ -214,12 +223,17 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
 
 
 class _Keys(NamedTuple):
-    """Keys and values of a block as operands, with token scales; these are None for a pool without them."""
+    """Keys and values of a block as operands, with token scales; these are None for a pool without them.
 
-    k: jax.Array  # [B, K, kv, H]
-    v: jax.Array  # [B, K, kv, Hv]
-    k_scale: jax.Array | None  # f32 [B, K, kv]
-    v_scale: jax.Array | None  # f32 [B, K, kv]
+    Attributes:
+      k, v: [B, K, kv, H] and [B, K, kv, Hv].
+      k_scale, v_scale: f32 [B, K, kv].
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
 
 
 def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) -> _Keys:

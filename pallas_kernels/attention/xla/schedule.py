@@ -28,31 +28,49 @@ from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
 class Tiles(NamedTuple):
     """Work list of n tiles of B sequences x Q tokens, of which the first `num_tiles` have rows. Index b of a tile is
     sequence seqs[tile, b].
+
+    Attributes:
+      num_tiles: i32 [].
+      seqs: i32 [n, B] row of the page table.
+      tokens: i32 [n, B] first of the Q tokens.
+      start: i32 [n, B, Q] first key a row sees.
+      end: i32 [n, B, Q] one past the last key a row sees; 0 for a row that is padding.
+      low, high: i32 [n, B] first key any of the Q rows sees, and one past the last.
+      first_block, last_block: i32 [n] kv blocks of the tile: [first_block, last_block].
+      whole_from, whole_to: i32 [n] blocks in [whole_from, whole_to) lie in [low, high) of all B sequences.
     """
 
-    num_tiles: jax.Array  # i32 []
-    seqs: jax.Array  # i32 [n, B] row of the page table
-    tokens: jax.Array  # i32 [n, B] first of the Q tokens
-    start: jax.Array  # i32 [n, B, Q] first key a row sees
-    end: jax.Array  # i32 [n, B, Q] one past the last key a row sees; 0 for a row that is padding
-    low: jax.Array  # i32 [n, B] first key any of the Q rows sees
-    high: jax.Array  # i32 [n, B] one past the last key any of them sees
-    first_block: jax.Array  # i32 [n] kv blocks of the tile: [first_block, last_block]
-    last_block: jax.Array  # i32 [n]
-    whole_from: jax.Array  # i32 [n] blocks in [whole_from, whole_to) lie in [low, high) of all B sequences
-    whole_to: jax.Array  # i32 [n]
+    num_tiles: jax.Array
+    seqs: jax.Array
+    tokens: jax.Array
+    start: jax.Array
+    end: jax.Array
+    low: jax.Array
+    high: jax.Array
+    first_block: jax.Array
+    last_block: jax.Array
+    whole_from: jax.Array
+    whole_to: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention in plain XLA, a pytree."""
+    """Work list of one step's attention in plain XLA, a pytree.
 
-    single: Tiles  # of sequences of one token each
-    rank: jax.Array  # i32 [T] row (tile * B + index) of `single` that holds a token, n * B if none does
-    runs: Tiles | None  # of sequences of several tokens
-    sizes: XlaAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
-    mutual: jax.Array | None = None  # bool [T] tokens whose keys earlier ones may see; None: the ranges say it all
+    Attributes:
+      single: sequences of one token each.
+      rank: i32 [T] row (tile * B + index) of `single` that holds a token, n * B if none does.
+      runs: sequences of several tokens; None for none.
+      sizes: sizes that the tiles were cut to.
+      mutual: bool [T] tokens whose keys earlier ones may see; None: the ranges say it all.
+    """
+
+    single: Tiles
+    rank: jax.Array
+    runs: Tiles | None
+    sizes: XlaAttention = field(metadata={"static": True})
+    mutual: jax.Array | None = None
 
 
 def attention_schedule(
@@ -95,12 +113,19 @@ def attention_schedule(
 
 
 class KeyRule(NamedTuple):
-    """Inputs that determine which keys a token sees."""
+    """Inputs that determine which keys a token sees.
 
-    batch: RaggedBatch  # rows of the step
-    q_lens: jax.Array  # i32 [S], 0 for rows that are not live
-    spec: AttentionSpec  # of which causal, window and chunk count
-    limits: jax.Array | None  # i32 [T], `kv_limits` of the public operation
+    Attributes:
+      batch: rows of the step.
+      q_lens: i32 [S], 0 for rows that are not live.
+      spec: of which causal, window and chunk count.
+      limits: i32 [T], `kv_limits` of the public operation.
+    """
+
+    batch: RaggedBatch
+    q_lens: jax.Array
+    spec: AttentionSpec
+    limits: jax.Array | None
 
 
 def _single_tiles(

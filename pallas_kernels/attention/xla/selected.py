@@ -42,12 +42,19 @@ def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, t
 
 
 class Span(NamedTuple):
-    """Blocks of keys whose scores are merged into the best so far together."""
+    """Blocks of keys whose scores are merged into the best so far together.
 
-    first: jax.Array  # i32 [], number of the first block
-    live: jax.Array  # i32 [], how many of the blocks have a key that some row sees
-    size: int  # keys of a block
-    most: int  # blocks of the span
+    Attributes:
+      first: i32 [], number of the first block.
+      live: i32 [], how many of the blocks have a key that some row sees.
+      size: keys of a block.
+      most: blocks of the span.
+    """
+
+    first: jax.Array
+    live: jax.Array
+    size: int
+    most: int
 
 
 # Function from (queries [B, Q * I, J], weights f32 [B, Q, I] or None, sequences i32 [B], keys that a row sees

@@ -137,11 +137,16 @@ def _in_blocks(index, o: jax.Array, q, k, v, schedule: Schedule, spec: Attention
 class _Softmax(NamedTuple):
     """Running softmax of Q queries, f32, with the axes in the order in which XLA's product of queries and keys leaves
     them.
+
+    Attributes:
+      largest: [K, Q, G] largest logit.
+      total: [K, Q, G] sum of weights.
+      values: [K, Q, G, Hv] sum of weighted values.
     """
 
-    largest: jax.Array  # [K, Q, G] largest logit
-    total: jax.Array  # [K, Q, G] sum of weights
-    values: jax.Array  # [K, Q, G, Hv] sum of weighted values
+    largest: jax.Array
+    total: jax.Array
+    values: jax.Array
 
 
 def _rows(x: jax.Array, first: jax.Array, size: int) -> jax.Array:

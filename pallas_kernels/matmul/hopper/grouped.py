@@ -142,12 +142,19 @@ def quantized_gated_matmul(
 
 
 class _Matrix(NamedTuple):
-    """Operands of groups' matrices, None for absent ones."""
+    """Operands of groups' matrices, None for absent ones.
 
-    codes: jax.Array  # [G, in, out], or [G, in / 2, out] in pairs; the matrices themselves if they have no scales
-    scales: jax.Array | None = None  # [G, n, out]
-    zeros: jax.Array | None = None  # [G, n, out]
-    bias: jax.Array | None = None  # [G, out], of gates and ups alone
+    Attributes:
+      codes: [G, in, out], or [G, in / 2, out] in pairs; the matrices themselves if they have no scales.
+      scales: [G, n, out].
+      zeros: [G, n, out].
+      bias: [G, out], of gates and ups alone.
+    """
+
+    codes: jax.Array
+    scales: jax.Array | None = None
+    zeros: jax.Array | None = None
+    bias: jax.Array | None = None
 
 
 def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:

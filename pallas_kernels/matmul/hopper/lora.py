@@ -71,11 +71,11 @@ def lora_product(
 
 
 class _Visits(NamedTuple):
-    """Fields of `LoraVisits` that the first kernel reads."""
+    """Fields of `LoraVisits` that the first kernel reads: i32 [V], [V] and [N]."""
 
-    row_tile: Any  # i32 [V]
-    slot_tile: Any  # i32 [V]
-    slots: Any  # i32 [N]
+    row_tile: Any
+    slot_tile: Any
+    slots: Any
 
 
 def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, interpret: Any) -> jax.Array:
@@ -112,16 +112,27 @@ def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, inter
 
 
 class _OfA(NamedTuple):
-    """References that the first kernel gets, in launch order: operands, result, shared memory and barriers."""
+    """References that the first kernel gets, in launch order: operands, result, shared memory and barriers.
 
-    visits: _Visits  # operands in memory
-    x: Any  # [rows, in]
-    a: Any  # [modules * slots * rank, in]
-    sums: Any  # f32 [splits * modules * tiles of slots, rows, COLUMNS]
-    x_smem: Any  # [stages, tile rows, inputs]
-    a_smem: Any  # [stages, COLUMNS, inputs]
-    sums_smem: Any  # f32 [2, stored rows, 64]
-    full: Any  # this and the next: barriers of the ring
+    Attributes:
+      visits: operands in memory.
+      x: [rows, in].
+      a: [modules * slots * rank, in].
+      sums: f32 [splits * modules * tiles of slots, rows, COLUMNS].
+      x_smem: [stages, tile rows, inputs].
+      a_smem: [stages, COLUMNS, inputs].
+      sums_smem: f32 [2, stored rows, 64].
+      full, free: barriers of the ring.
+    """
+
+    visits: _Visits
+    x: Any
+    a: Any
+    sums: Any
+    x_smem: Any
+    a_smem: Any
+    sums_smem: Any
+    full: Any
     free: Any
 
 
@@ -243,21 +254,36 @@ def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: Lo
 
 
 class _OfB(NamedTuple):
-    """References that the second kernel gets, in launch order: operands, result, shared memory and barriers."""
+    """References that the second kernel gets, in launch order: operands, result, shared memory and barriers.
 
-    slot_tile: Any  # i32 [V] of LoraVisits, as `slots`
-    slots: Any  # i32 [N]
-    begins: Any  # i32 [row tiles + 1] first visit of each tile of rows
-    tile_of_row: Any  # f32 [padded rows] tile of slots of each row, -1 for none
-    inner: Any  # [padded rows, modules * COLUMNS]
-    bs: tuple[Any, ...]  # each [slots * rank, its width]
-    added: Any  # f32 [rows, out]
-    tile_of_row_smem: Any  # f32 [rows of a tile]
-    inner_smem: Any  # [rows of a tile, COLUMNS]
-    b_smem: Any  # [stages, 2, COLUMNS, 64]
-    added_smem: Any  # f32 [2, 64, 64]
-    ready: Any  # barrier: rows and their tiles have arrived
-    full: Any  # this and the next: barriers of the ring
+    Attributes:
+      slot_tile, slots: i32 [V] and [N] of LoraVisits.
+      begins: i32 [row tiles + 1] first visit of each tile of rows.
+      tile_of_row: f32 [padded rows] tile of slots of each row, -1 for none.
+      inner: [padded rows, modules * COLUMNS].
+      bs: each [slots * rank, its width].
+      added: f32 [rows, out].
+      tile_of_row_smem: f32 [rows of a tile].
+      inner_smem: [rows of a tile, COLUMNS].
+      b_smem: [stages, 2, COLUMNS, 64].
+      added_smem: f32 [2, 64, 64].
+      ready: barrier: rows and their tiles have arrived.
+      full, free: barriers of the ring.
+    """
+
+    slot_tile: Any
+    slots: Any
+    begins: Any
+    tile_of_row: Any
+    inner: Any
+    bs: tuple[Any, ...]
+    added: Any
+    tile_of_row_smem: Any
+    inner_smem: Any
+    b_smem: Any
+    added_smem: Any
+    ready: Any
+    full: Any
     free: Any
 
 

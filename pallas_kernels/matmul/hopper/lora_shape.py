@@ -36,16 +36,27 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 
 @dataclass(frozen=True)
 class Shape:
-    """Compile-time parameters of the kernels, and the sizes that follow from them."""
+    """Compile-time parameters of the kernels, and the sizes that follow from them.
 
-    rows: int  # rows of the product
-    size: int  # inputs of the product
-    widths: tuple[int, ...]  # outputs of each source
-    modules: tuple[int, ...]  # module of each source
-    rank: int  # columns of a slot
-    slot_tiles: int  # tiles of slots that visits may have
-    tile: LoraTiles  # sizes that visits were cut by
-    products: HopperProducts  # sizes of the kernels
+    Attributes:
+      rows: rows of the product.
+      size: inputs of the product.
+      widths: outputs of each source.
+      modules: module of each source.
+      rank: columns of a slot.
+      slot_tiles: tiles of slots that visits may have.
+      tile: sizes that visits were cut by.
+      products: sizes of the kernels.
+    """
+
+    rows: int
+    size: int
+    widths: tuple[int, ...]
+    modules: tuple[int, ...]
+    rank: int
+    slot_tiles: int
+    tile: LoraTiles
+    products: HopperProducts
 
     @property
     def num_modules(self) -> int:

@@ -100,33 +100,59 @@ def log_once(reason: str) -> None:
 class _Refs(NamedTuple):
     """References that the kernel gets, in launch order: operands, result, shared memory, barriers and, on Blackwell,
     tensor memory. None for those that a product does not have.
+
+    Attributes:
+      x: [packed * M, in / packed].
+      codes: [G * halves * out, in / packed].
+      tiles: i32 [tiles * TILE].
+      scales: f32 [G * n, out], of gates and ups [G * n, 2, out].
+      zeros: as scales.
+      row_sums: f32 [tiles * sums, M].
+      row_scales: f32 [n, M].
+      bias: [2 * G, out].
+      y: [splits, M, out tiles * outputs].
+      x_smem: [stages, packed * rows, columns].
+      codes_smem: [stages, OUTPUTS, columns].
+      scales_smem: f32 [stages, sums, OUTPUTS], of gates and ups [stages, sums, 2, 64].
+      zeros_smem: as scales_smem.
+      row_sums_smem: f32 [stages, sums, vector_rows].
+      row_scales_smem: as row_sums_smem.
+      y_smem: [2, rows, 64], of gates and ups [1, rows, 64], on Blackwell [2, rows, 128].
+      bias_smem: [2, 64].
+      ups_smem: f32 [64, rows].
+      bias_full: barrier: the bias has arrived.
+      ups_full: barrier: the ups have been written.
+      full, free: barriers of the ring.
+      wide_smem: [2 * packed, OUTPUTS, columns], codes of two steps; this and what follows on Blackwell only.
+      sums_tmem: f32 [OUTPUTS, 2 * sums * rows].
+      done: barrier per bank of sums: its products are complete.
     """
 
-    x: Any  # [packed * M, in / packed]
-    codes: Any  # [G * halves * out, in / packed]
-    tiles: Any  # i32 [tiles * TILE]
-    scales: Any  # f32 [G * n, out], of gates and ups [G * n, 2, out]
-    zeros: Any  # as scales
-    row_sums: Any  # f32 [tiles * sums, M]
-    row_scales: Any  # f32 [n, M]
-    bias: Any  # [2 * G, out]
-    y: Any  # [splits, M, out tiles * outputs]
-    x_smem: Any  # [stages, packed * rows, columns]
-    codes_smem: Any  # [stages, OUTPUTS, columns]
-    scales_smem: Any  # f32 [stages, sums, OUTPUTS], of gates and ups [stages, sums, 2, 64]
-    zeros_smem: Any  # as scales_smem
-    row_sums_smem: Any  # f32 [stages, sums, vector_rows]
-    row_scales_smem: Any  # as row_sums_smem
-    y_smem: Any  # [2, rows, 64], of gates and ups [1, rows, 64], on Blackwell [2, rows, 128]
-    bias_smem: Any  # [2, 64]
-    ups_smem: Any  # f32 [64, rows]
-    bias_full: Any  # barrier: the bias has arrived
-    ups_full: Any  # barrier: the ups have been written
-    full: Any  # this and the next: barriers of the ring
+    x: Any
+    codes: Any
+    tiles: Any
+    scales: Any
+    zeros: Any
+    row_sums: Any
+    row_scales: Any
+    bias: Any
+    y: Any
+    x_smem: Any
+    codes_smem: Any
+    scales_smem: Any
+    zeros_smem: Any
+    row_sums_smem: Any
+    row_scales_smem: Any
+    y_smem: Any
+    bias_smem: Any
+    ups_smem: Any
+    bias_full: Any
+    ups_full: Any
+    full: Any
     free: Any
-    wide_smem: Any  # [2 * packed, OUTPUTS, columns], codes of two steps; this and what follows on Blackwell only
-    sums_tmem: Any  # f32 [OUTPUTS, 2 * sums * rows]
-    done: Any  # barrier per bank of sums: its products are complete
+    wide_smem: Any
+    sums_tmem: Any
+    done: Any
 
 
 def multiply(
@@ -246,13 +272,21 @@ def _body(shape: Shape, refs: _Refs) -> None:
 
 
 class _Work(NamedTuple):
-    """Work of a CTA: a tile of the result, a part of the inputs, and a matrix."""
+    """Work of a CTA: a tile of the result, a part of the inputs, and a matrix.
 
-    row: Any  # first row of the tile
-    steps: Any  # rows of the tile, in units of shape.step
-    out_tile: Any  # tile of the outputs
-    split: Any  # part of the inputs
-    matrix: Any  # group of the rows, 0 for one matrix
+    Attributes:
+      row: first row of the tile.
+      steps: rows of the tile, in units of shape.step.
+      out_tile: tile of the outputs.
+      split: part of the inputs.
+      matrix: group of the rows, 0 for one matrix.
+    """
+
+    row: Any
+    steps: Any
+    out_tile: Any
+    split: Any
+    matrix: Any
 
 
 def _tile(shape: Shape, refs: _Refs, item: _Work) -> None:

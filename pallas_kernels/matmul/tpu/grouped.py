@@ -141,12 +141,19 @@ def why_not_fused(width: int) -> str:
 
 
 class Matrix(NamedTuple):
-    """Operands of groups' matrices, or references to blocks of them; None for absent ones."""
+    """Operands of groups' matrices, or references to blocks of them; None for absent ones.
 
-    codes: Any  # [G, in, out] or pairs [G, in / 2, out], or bfloat16 weights, which have no scales
-    scales: Any = None  # f32 [G, n, out]
-    zeros: Any = None  # [G, n, out]
-    bias: Any = None  # [G, out]
+    Attributes:
+      codes: [G, in, out] or pairs [G, in / 2, out], or bfloat16 weights, which have no scales.
+      scales: f32 [G, n, out].
+      zeros: [G, n, out].
+      bias: [G, out].
+    """
+
+    codes: Any
+    scales: Any = None
+    zeros: Any = None
+    bias: Any = None
 
     @property
     def count(self) -> int:

@@ -48,11 +48,17 @@ def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any,
 
 
 class FineRows(NamedTuple):
-    """Rows [M, in] to multiply with widened matrices, in their dtype."""
+    """Rows [M, in] to multiply with widened matrices, in their dtype.
 
-    values: jax.Array  # [M, in], rounded in their units
-    units: jax.Array | None  # f32 [M, 1] of the values; None for rows that are not rounded
-    precision: Any  # of the product
+    Attributes:
+      values: [M, in], rounded in their units.
+      units: f32 [M, 1] of the values; None for rows that are not rounded.
+      precision: precision of the product.
+    """
+
+    values: jax.Array
+    units: jax.Array | None
+    precision: Any
 
     def at(self, index: jax.Array) -> FineRows:
         """Return the rows with numbers `index`, i32 of any shape: values [*shape, in], units [*shape, 1]. Numbers past

@@ -54,38 +54,63 @@ class AdapterRecord:
 
 
 class GivenAdapter(NamedTuple):
-    """Adapter of arrays in memory, checked."""
+    """Adapter of arrays in memory, checked.
 
-    name: str  # by which requests name it
-    number: int | None  # its lora_int_id; None for that of its name, or a free one
-    weights: AdapterWeights  # its matrices in host memory
+    Attributes:
+      name: name in requests.
+      number: its lora_int_id; None for that of its name, or a free one.
+      weights: its matrices in host memory.
+    """
+
+    name: str
+    number: int | None
+    weights: AdapterWeights
 
 
 class Replaced(NamedTuple):
-    """Result of AdapterStore.replace."""
+    """Result of AdapterStore.replace.
 
-    old: Adapter | None  # that had the name; None for a new name
-    new: Adapter  # that has the name now
+    Attributes:
+      old: adapter that had the name; None for a new name.
+      new: adapter that has it now.
+    """
+
+    old: Adapter | None
+    new: Adapter
 
 
 @dataclass(frozen=True, eq=False)
 class _Upload:
-    """Adapter that is being read and copied to the devices for a pool slot."""
+    """Adapter that is being read and copied to the devices for a pool slot.
 
-    slot: int  # of the pool
-    adapter: Adapter  # that gets the slot
-    job: Future[tuple[AdapterWeights, Any]]  # its matrices in host memory, and on the devices
+    Attributes:
+      slot: slot of the pool.
+      adapter: adapter that gets it.
+      job: its matrices in host memory, and on the devices.
+    """
+
+    slot: int
+    adapter: Adapter
+    job: Future[tuple[AdapterWeights, Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """Adapter that is being read."""
+    """Adapter that is being read.
 
-    name: str  # by which requests will name it
-    path: str  # folder or URL
-    number: int | None  # its lora_int_id; None for any free one, for which the name must be new
-    in_place: bool  # an adapter that has the name gives it up
-    job: Future[AdapterWeights]  # gets its matrices in host memory, or the error
+    Attributes:
+      name: its name in requests.
+      path: folder or URL.
+      number: its lora_int_id; None for any free one, for which the name must be new.
+      in_place: whether an adapter that has the name gives it up.
+      job: gets its matrices in host memory, or the error.
+    """
+
+    name: str
+    path: str
+    number: int | None
+    in_place: bool
+    job: Future[AdapterWeights]
 
 
 class AdapterStore:

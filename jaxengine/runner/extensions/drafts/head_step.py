@@ -32,10 +32,15 @@ from jaxengine.sampling.state import write_slots
 
 
 class HeadWeights(NamedTuple):
-    """Weights that a draft head's programs take."""
+    """Weights that a draft head's programs take.
 
-    own: list[jax.Array]  # leaves of the draft head
-    model: list[jax.Array]  # leaves of the target model, whose embeddings and LM head it uses
+    Attributes:
+      own: leaves of the draft head.
+      model: leaves of the target model, whose embeddings and LM head it uses.
+    """
+
+    own: list[jax.Array]
+    model: list[jax.Array]
 
 
 class HeadState(NamedTuple):

@@ -81,11 +81,17 @@ HEAD_KINDS: dict[str, HeadKind] = {
 
 
 class OpenedDraft(NamedTuple):
-    """Opened draft model or head, whose weights are not read yet."""
+    """Opened draft model or head, whose weights are not read yet.
 
-    model: Any  # abstract
-    source: ModelSource  # of its weights, open
-    programs: type[DraftPrograms]  # class of its programs
+    Attributes:
+      model: abstract model.
+      source: open source of its weights.
+      programs: class of its programs.
+    """
+
+    model: Any
+    source: ModelSource
+    programs: type[DraftPrograms]
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:

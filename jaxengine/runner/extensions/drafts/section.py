@@ -60,16 +60,22 @@ class DraftRows(NamedTuple):
 class VerifyOutput(NamedTuple):
     """Output of a step whose rows had drafts, for the host: the fields of SampleOutput for all S * W positions, and
     counts of each row.
+
+    Attributes:
+      token_ids: i32[replicas, S * W].
+      logprob, rank, top_ids, top_logprobs, given_logprobs, support: [replicas, S * W, ...], see SampleOutput.
+      counts: i32[replicas, S], number of tokens that each row got, from its first position on.
+      num_drafts: i32[replicas, S], number of drafts that each row had.
     """
 
-    token_ids: jax.Array  # i32[replicas, S * W]
-    logprob: jax.Array  # this, the next four and `support`: [replicas, S * W, ...], see SampleOutput
+    token_ids: jax.Array
+    logprob: jax.Array
     rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
     given_logprobs: jax.Array
-    counts: jax.Array  # i32[replicas, S], number of tokens that each row got, from its first position on
-    num_drafts: jax.Array  # i32[replicas, S], number of drafts that each row had
+    counts: jax.Array
+    num_drafts: jax.Array
     support: jax.Array | None = None
 
 

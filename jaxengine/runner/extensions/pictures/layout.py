@@ -45,10 +45,15 @@ class EncoderInput(NamedTuple):
 
 
 class PlaceInput(NamedTuple):
-    """Message of embeddings that are in requests, for R replicas."""
+    """Message of embeddings that are in requests, for R replicas.
 
-    values: np.ndarray  # f32[R, N, E]
-    targets: np.ndarray  # i32[R, N] rows of the replica's pool, the number of its rows for none
+    Attributes:
+      values: f32[R, N, E] embeddings.
+      targets: i32[R, N] rows of the replica's pool that they go to, the number of its rows for none.
+    """
+
+    values: np.ndarray
+    targets: np.ndarray
 
 
 @dataclass(frozen=True)

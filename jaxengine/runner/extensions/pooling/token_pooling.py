@@ -22,9 +22,9 @@ NAME, POOL_TOKENS = "token_pooling", "pool_tokens"
 
 
 class TokenRows(NamedTuple):
-    """Output of the epilogue."""
+    """Output of the epilogue: f32[replicas, T, N], undefined in padding."""
 
-    rows: jax.Array  # f32[replicas, T, N], undefined in padding
+    rows: jax.Array
 
 
 class TokenPoolingExtension(DeviceExtension):
