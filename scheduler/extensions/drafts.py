@@ -221,7 +221,6 @@ class RankDrafts(RankExtension):
         self._drafts = DecodeDrafts(options, rank.slots)
 
     def begin(self) -> None:
-        """Start a step, in which every decode has one token unless `widen` gives it more."""
         self._drafts.begin()
 
     def look_ahead(self, most: int) -> np.ndarray:

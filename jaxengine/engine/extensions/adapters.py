@@ -69,9 +69,6 @@ class Adapters(LoopExtension):
         return self.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for an adapter that is being sent to the devices, `seconds` at most, and return True; return False at
-        once if there is none.
-        """
         if not self.store.is_uploading:
             return False
         self.store.wait(seconds)

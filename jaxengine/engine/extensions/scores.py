@@ -60,9 +60,6 @@ class Scores(LoopExtension):
             raise RequestError(problem, param="return_sampling_mass")
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Register the requests with logprobs, and those among them whose named tokens' logprobs or sampling mass must
-        be fetched.
-        """
         asked = LOGPROBS | PROMPT_LOGPROBS
         self._requests.update(request for request in requests if request.params.features & asked)
         given = (each for each in requests if each.params.logprob_token_ids or each.params.return_sampling_mass)

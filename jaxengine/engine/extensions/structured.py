@@ -165,9 +165,6 @@ class Structured(LoopExtension):
         self.masks.drop(request)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a grammar or mask, `seconds` at most, and return True; return False at once if no request waits for
-        one.
-        """
         if not self.masks.awaits:
             return False
         self.masks.wait(seconds)

@@ -72,19 +72,10 @@ class DeepseekOcr2Processor(TilesProcessor):
         return self.side if crops else self.tile_side
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image that gets the most tiles; the height is larger than a tile's
-        side.
-        """
         height, width = super().largest_size()
         return max(height, self.tile_side + 1), width
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3]: its tiles, if a side is longer than a tile's, and then the whole image
-        in a square.
-
-        options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
-        values, an extreme aspect ratio, and more patches.
-        """
         height, width = self.checked_size(modality, value, options)
         least, limit, crops = self._limits(options)
         is_cut = crops and max(height, width) > self.tile_side

@@ -75,7 +75,6 @@ class DeepseekVL2Processor(UnitProcessor):
         self.colour = [int(value * 255) for value in self.pixels.mean]
 
     def placeholder_id(self) -> int:
-        """Return the token that stands for an image, and then for each of its embeddings."""
         return self._image_id
 
     def option_names(self) -> tuple[str, ...]:
@@ -91,11 +90,6 @@ class DeepseekVL2Processor(UnitProcessor):
         return max(self.sizes, key=lambda size: size[0] * size[1])
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3]: fitted into a square, and into the best of `sizes`, cut into tiles.
-
-        options: names of option_names. most: limit of patches, if any. Raises RequestError for other options and
-        values, an extreme aspect ratio, and more patches.
-        """
         height, width = self.checked_size(modality, value, options)
         side, tower = self.side, self.tower
         cuts = boolean_option(options, _CROP, True)

@@ -61,7 +61,6 @@ class Gemma3Processor(UnitProcessor):
         return ("do_pan_and_scan", _CROPS, _CROP_SIZE, _RATIO)
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image with the most crops, or of one square without pan and scan."""
         return (self.crop_size, self.crop_size * self.crops) if self.scans else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:

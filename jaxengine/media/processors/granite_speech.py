@@ -33,9 +33,6 @@ class GraniteSpeechProcessor(AskedTranscripts, SoundProcessor):
         self.chunk = self.tower.unit
 
     def read_features(self, folder: Path) -> ConfigFields:
-        """Return the settings of spectrograms. Raises ModelFileError for settings other than those of the tower and
-        this module.
-        """
         queries, bins = self.tower.queries, self.num_bins // self.tower.frames
         sizes = {"projector_window_size": queries.window, "sampling_rate": RATE}
         found = required_features(folder, **sizes, projector_downsample_rate=queries.window // queries.num_queries)

@@ -54,7 +54,9 @@ class GridProcessor:
         return ()
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return this processor, since no option enlarges images. Raises RequestError for unknown options."""
+        """Return a copy with the largest image of an engine's options; this processor if, as here, they change none.
+        Raises RequestError for unknown or invalid options.
+        """
         check_options(options, self.option_names())
         return self
 

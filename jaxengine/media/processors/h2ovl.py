@@ -62,9 +62,6 @@ class H2OVLProcessor(InternVLChatProcessor):
         return options if counts.get("image", 0) <= 1 else {_TWICE: False, **options}
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the copy of TilesProcessor.with_options, in which `use_msac` of an engine's options counts, too.
-        Raises RequestError for unknown or invalid options.
-        """
         found = copy(super().with_options(options))
         found.twice = boolean_option(options, _TWICE, self.twice)
         return found

@@ -61,9 +61,6 @@ class Idefics2Processor(UnitProcessor):
         return (_SPLIT,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy in which an engine's options say whether images are split. Raises RequestError for unknown or
-        invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.splits = boolean_option(options, _SPLIT, self.splits)

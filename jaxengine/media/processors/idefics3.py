@@ -53,7 +53,6 @@ class Idefics3Processor(UnitProcessor):
         return ("size", "do_image_splitting")
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of the largest square; that of one tile if images are not cut."""
         edge = min(self.longest_edge, _MAX_EDGE)
         return (edge, edge) if self.splits else (self.side, self.side)
 

@@ -82,7 +82,6 @@ class InternVLChatProcessor(InternVLProcessor, TextPlaceholderProcessor):
         self.adds_whole = found.boolean("use_thumbnail", False)
 
     def placeholder_id(self) -> int:
-        """Return the token <IMG_CONTEXT>. Raises ModelConfigError if the tokenizer has none."""
         return context_id(self.tokenizer)
 
 

@@ -87,9 +87,6 @@ class KimiVLProcessor(GridProcessor):
         return (self.option,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with the limit of patches of an engine's options, where that is higher. Raises RequestError for
-        unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.raise_limits(integer_option(options, self.option, 1, MOST_PATCHES))

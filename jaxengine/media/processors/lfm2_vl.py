@@ -109,9 +109,6 @@ class Lfm2VlProcessor(GridProcessor):
         return (*_INTEGERS, *_BOOLEANS)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose limits, and so its largest image, are overridden by an engine's options. Raises
-        RequestError for unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.limits = self._limits(options)

@@ -98,9 +98,6 @@ class Llama4Processor(UnitProcessor):
         return count + (count > 1)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose max_tiles and fills, and so its largest image, are overridden by an engine's options.
-        Raises RequestError for unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.max_tiles, found.fills = self._limits(options)

@@ -146,9 +146,6 @@ class MiniCPMVProcessor(GridProcessor):
         return (_OPTION,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose most_slices, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.most_slices = self._limit(options)

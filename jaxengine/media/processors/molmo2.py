@@ -107,9 +107,6 @@ class CropsProcessor(UnitProcessor):
         return ("max_crops",)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose limit of crops, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.max_crops = integer_option(options, "max_crops", self.max_crops, MAX_TILES)
@@ -182,7 +179,6 @@ class CropsProcessor(UnitProcessor):
         return Processed(patches, columns, rows, count, grid)
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image that gets the most crops, and of those the most embeddings."""
         full = [each for each in tilings_of(self.max_crops) if each[0] * each[1] == self.max_crops]
         rows, columns = max(full, key=self.num_windows)
         margin = sum(self.margins)
@@ -280,7 +276,6 @@ class Molmo2Processor(CropsProcessor):
             return None, 0.0
 
     def placeholder_id(self) -> int:
-        """Return the id of the text that stands for an image, `image_token` of tokenizer_config.json."""
         return self._tokens[self._placeholders["image"]]
 
     def placeholder_id_of(self, modality: str) -> int:

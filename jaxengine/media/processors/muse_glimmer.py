@@ -95,9 +95,6 @@ class MuseGlimmerProcessor(GridProcessor):
         return tuple(name for name, _ in _LIMITS.values())
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with the limits of an engine's options, where they are higher. Raises RequestError for unknown
-        or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.limits = {kind: max(limit, self._limit(kind, options)) for kind, limit in self.limits.items()}

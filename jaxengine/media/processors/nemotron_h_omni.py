@@ -109,9 +109,6 @@ class NemotronHOmniProcessor(RadioProcessor):
         return _LEAST, _LIMIT, _TARGET
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with the larger of its own and the engine's numbers of patches. Raises RequestError for unknown
-        or invalid options.
-        """
         check_options(options, self.option_names())
         asked, found = self._asked(options), copy(self)
         own = self.budget

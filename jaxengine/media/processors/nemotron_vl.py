@@ -96,9 +96,6 @@ class TiledRadioProcessor(RadioProcessor):
         return (_TILES,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with the larger of its own and the engine's limit of tiles. Raises RequestError for unknown or
-        invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.max_tiles = max(self.max_tiles, integer_option(options, _TILES, self.max_tiles, MAX_TILES))

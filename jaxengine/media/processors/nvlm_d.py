@@ -43,7 +43,6 @@ class NvlmDProcessor(InternVLChatProcessor):
         super().read_settings(fields)
 
     def placeholder_id(self) -> int:
-        """Return the token <|vision_pad|>. Raises ModelConfigError if the tokenizer has none."""
         tokens = self.ids(_CONTEXT)
         if len(tokens) != 1:
             raise ModelConfigError(f"the tokenizer must have the token {_CONTEXT}")

@@ -117,7 +117,6 @@ class PerceptionLMProcessor(FrameUnits, LimitedTiles):
         return rows, columns
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image that gets the most tiles: all in one column."""
         return self.side * max(self.max_tiles, 1), self.side
 
     def video_pieces(self, item: Processed) -> list[int]:

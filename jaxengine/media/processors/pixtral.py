@@ -72,9 +72,6 @@ class PixtralProcessor(GridProcessor):
         return ("size",)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy with the longest edge of an engine's options, if that is longer than this processor's. Raises
-        RequestError for unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found, longest = copy(self), self._asked_longest(options)
         found.longest = max(longest, self.longest)

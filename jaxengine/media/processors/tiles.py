@@ -40,9 +40,6 @@ class LimitedTiles(UnitProcessor):
         return (self.limit_name,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose limit of tiles, and so its largest image, is overridden by an engine's options. Raises
-        RequestError for unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.max_tiles = self.limit(options)
@@ -120,9 +117,6 @@ class TilesProcessor(UnitProcessor):
         return rows * columns + (rows * columns > 1 and self.adds_whole)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return a copy whose limits of tiles and crops, and so its largest image, are overridden by an engine's
-        options. Raises RequestError for unknown or invalid options.
-        """
         check_options(options, self.option_names())
         found = copy(self)
         found.min_tiles, found.max_tiles, found.crops = self._limits(options)

@@ -163,7 +163,6 @@ class InklingToolParser(HarmonyToolParser):
         self._out.content(header.text if self._is_kept else "")
 
     def _add(self, text: str) -> None:
-        """Add a piece of a body, to the call or to the content."""
         at = 0
         if self._progress is Progress.MORE:
             at, self._progress = self._call.read(text, 0)

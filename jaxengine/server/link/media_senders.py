@@ -125,7 +125,6 @@ class KeySender(KeepingSender):
             return self._keys.peek(digest)
 
     def knows(self, digest: bytes) -> bool:
-        """Whether the engine has cached the pixels with this digest."""
         return digest in self._keys
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:

@@ -149,7 +149,6 @@ class SharedSender(KeepingSender):
             return None if found is None else found.made
 
     def knows(self, digest: bytes) -> bool:
-        """Whether the item with this digest is cached."""
         return digest in self._entries
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:

@@ -101,7 +101,6 @@ class RayStore(StoreClient):
         self._task = asyncio.create_task(self._obey())
 
     async def reply(self, call: StoreCall) -> StoreReply:
-        """Send a call to the deployment and return its reply. Raises EngineDeadError if it cannot be reached."""
         try:
             return _decode_reply(await self._store.call.remote(self._name, _encode(call)))
         except (RayError, RayServeException) as error:

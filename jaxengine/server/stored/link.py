@@ -293,9 +293,6 @@ class RemoteStore(StoreClient):
         self._task.cancel()
 
     async def reply(self, call: StoreCall) -> StoreReply:
-        """Send a call and return its reply. Raises EngineDeadError if there is no connection, or if it ends before the
-        reply.
-        """
         if self._writer is None:
             raise _gone()
         future = self._calls[call.number] = asyncio.get_running_loop().create_future()

@@ -185,9 +185,6 @@ class AttentionCode(Handlers):
         return self._softmax.cap
 
     def operands(self, b: Builder, handler: str, frame: Any) -> dict[str, Any]:
-        """Emit reads, from an XLA_FFI_CallFrame, of the arguments and results. Return the values of a job's fields by
-        name, and "is_small", which an argument says.
-        """
         values = {}
         for place, table in (("arguments", _ARGUMENTS), ("results", _RESULTS)):
             buffers = b.read(frame, FRAME[place], PTR)

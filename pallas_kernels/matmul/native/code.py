@@ -121,7 +121,6 @@ class Products(Sums):
         return {"width": b.mul(each, I64(TILE)), "blocks": ceiling(b, tiles, each)}
 
     def more_bytes(self, b: Builder, values: Mapping[str, Any]) -> Any:
-        """Emit the computation of the bytes of the sums of `prepare`, and return them."""
         return b.total((values["rows"], values["panels"], 4))
 
     def prepare(self, b: Builder, values: dict[str, Any]) -> None:

@@ -211,9 +211,6 @@ class RowProducts(Handlers):
         return function
 
     def operands(self, b: Builder, handler: str, frame: Any) -> dict[str, Any]:
-        """Emit reads, from an XLA_FFI_CallFrame, of the operands x and matrix and the result y. Return the values of a
-        job's fields by name, and "is_small", which is false.
-        """
         kind, (found, _) = HANDLERS[handler], read_operands(b, frame, is_table=HANDLERS[handler].is_table)
         panel = b.sdiv(longest_panel(b, found["inputs"]), I64(kind.per_word))
         return found | {"panel": panel, "is_small": ir.IntType(1)(0)}

@@ -132,9 +132,6 @@ class Offload(LoopExtension):
         self._save(filled=True)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a copy or a part of a load has arrived, `seconds` at most, and return True; return False at once
-        if no load is in progress.
-        """
         if not self._loads.is_busy:
             return False
         self._something.wait(seconds)

@@ -132,9 +132,6 @@ class Drafter(StageExtension):
         return f"{self.programs.pages_description} {weights.hexdigest()}"
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compile or load the programs that run before and after a bucket's forward pass. params: the target model's
-        leaves.
-        """
         weights = self.programs.weights(self.params, params)
         for when, make in (("before", self.programs.before), ("after", self.programs.after)):
             if (program := make(bucket, weights, self._shapes)) is not None:

@@ -248,9 +248,6 @@ class MessagesRequest(Conversation, ConversationRequest):
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}
 
     def as_asked(self, error: RequestError) -> RequestError:
-        """Return an error of the chat request with the name of this request's field; the error itself if its name is
-        the same.
-        """
         if error.param == "thinking_token_budget" and self.thinking_token_budget is None:
             return renamed(error, "thinking")
         if error.param == "stop" and self.stop_sequences is not None:
