@@ -62,7 +62,9 @@ def retrieval_head(folder: Path, fields: ConfigFields, architecture: str) -> Tok
         return None
 
     def rows(module: str, columns: int | None) -> int:
-        """Return the rows of a module's matrix, which must have `columns` (None: any number)."""
+        """Return the number of rows of a module's matrix. Raises ModelFileError unless it has 1 to MAX_HIDDEN, and
+        `columns` columns (None: any number).
+        """
         shape = shapes.get(f"{module}.weight", ())
         if len(shape) != 2 or not 1 <= shape[0] <= MAX_HIDDEN or columns not in (None, shape[1]):
             expected = "hidden_size" if columns is None or columns == size else columns

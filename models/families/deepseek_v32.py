@@ -18,10 +18,13 @@ from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 
 
 class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
-    """DeepSeek-V3 with an indexer in each layer; by default the first three layers are dense."""
+    """DeepSeek-V3 with an indexer in each layer; by default the first three layers are dense.
+
+    interleaved: whether rope pairs neighbouring elements. index_heads, index_interleaved: defaults of the indexer's
+    number of heads, and of whether its rope does.
+    """
 
     gguf_architecture: ClassVar[str | None] = "deepseek32"
-    # Whether rope pairs neighbouring elements; defaults of the indexer's number of heads, and of whether its rope does.
     interleaved: ClassVar[bool] = True
     index_heads: ClassVar[int] = 64
     index_interleaved: ClassVar[bool] = False

@@ -18,9 +18,11 @@ _PARTS = (f"{TOWER}.", f"{PROJECTOR}.")
 class GraniteSpeechForConditionalGeneration(Wrapper, GraniteForCausalLM):
     """Granite with audio of up to five minutes. Prompts with audio run with the LoRA adapter in the checkpoint's
     folder, if there is one.
+
+    joins_layers: whether the tower's configuration may name layers whose hidden states the Q-Former reads beside the
+    last ones.
     """
 
-    # Whether the tower's configuration may name layers whose hidden states the Q-Former reads beside the last ones.
     joins_layers: ClassVar[bool] = False
     text: ClassVar[str] = "granite"
     # Names in published checkpoints, and names of transformers 5 in memory.

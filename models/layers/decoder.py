@@ -51,12 +51,11 @@ class _OwnFiles(nnx.Module):
 
 class Decoder(_OwnFiles):
     """Decoder of a family: reads the family's configuration, creates its layers and runs them. Implements
-    jaxengine.models.causal_lm.CausalLM.
+    jaxengine.models.causal_lm.CausalLM. head_bias: bias of logits, which a subclass may create.
     """
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
     norm_class: ClassVar[NormClass] = RMSNorm
-    # Bias of logits, which a subclass may create.
     head_bias: Any = None
 
     @classmethod

@@ -186,14 +186,15 @@ class Qwen2VLTower(nnx.Module):
     """Vision tower of Qwen2-VL: layers with layer norms and MLPs of two matrices, and a merger.
 
     All matrices but that of the patches have biases. Queries and keys are rotated by row and column.
+
+    qkv_names: modules of queries, keys and values: one for all, or one for each. merger_names: norm and products of the
+    merger.
     """
 
     norm_class: ClassVar[NormClass] = LayerNorm
     patch_bias: ClassVar[bool] = False
     mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("fc1",), "fc2")
-    # Modules of queries, keys and values: one for all, or one for each.
     qkv_names: ClassVar[tuple[str, ...]] = ("qkv",)
-    # Norm and products of the merger.
     merger_names: ClassVar[tuple[str, str, str]] = ("merger.ln_q", "merger.mlp.0", "merger.mlp.2")
 
     def __init__(self, config: Qwen2VLTowerConfig, hidden_size: int, build: Build):

@@ -50,7 +50,7 @@ class GridProcessor:
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
-        """Return the names of mm_processor_kwargs that `process` takes."""
+        """Return the names of mm_processor_kwargs that `process` takes, here ()."""
         return ()
 
     def with_options(self, options: Mapping[str, Any]) -> Any:

@@ -44,9 +44,10 @@ class KimiVLProcessor(GridProcessor):
     Attributes:
       pixels: pixel transform of images.
       limit: limit of an image's patches, to about which a larger image is scaled down.
+      option: the settings' name of the limit.
+      most_side: most patches along a side of a padded image.
     """
 
-    # The settings' name of the limit, and the most patches along a side of a padded image.
     option: str = _LIMIT
     most_side = _SIDE - 1
     needs_grid = False

@@ -28,10 +28,10 @@ class LlavaNextProcessor(LlavaProcessor):
     """Processor of LlavaNextForConditionalGeneration.
 
     Attributes:
+      pinpoints: transformers' image_grid_pinpoints, for checkpoints that have none in either file.
       tilings: allowed (rows, columns) of tiles.
     """
 
-    # transformers' image_grid_pinpoints, for checkpoints that have none in either file.
     pinpoints: Sequence[Sequence[int]] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
     tilings: tuple[tuple[int, int], ...]
 

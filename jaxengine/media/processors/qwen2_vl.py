@@ -67,15 +67,17 @@ class Qwen2VLProcessor(GridProcessor):
     Args:
       folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
         sizes. tokenizer: of the model.
+
+    Attributes:
+      around_name: prefix of the config fields of tokens around a placeholder; None for a configuration without them.
+      video_tokens: transformers' default of max_video_tokens; None for a class without cap_pixels_per_frame.
+      defaults, image_defaults, default_bounds: transformers' defaults of missing settings, of those in which images
+        differ from videos, and of the bounds of images and frames.
     """
 
     modalities: tuple[str, ...] = ("image", "video")
-    # Prefix of the config fields of tokens around a placeholder; None for a configuration without them.
     around_name: ClassVar[str | None] = "vision"
-    # transformers' default of max_video_tokens; None for a class without cap_pixels_per_frame.
     video_tokens: ClassVar[int | None] = 128_000
-    # transformers' defaults of missing settings, of those in which images differ from videos, and of the bounds of
-    # images and frames.
     image_defaults: ClassVar[Mapping[str, Any]] = {}
     defaults: ClassVar[Mapping[str, Any]] = {
         "image_mean": list(CLIP_MEAN),

@@ -39,17 +39,20 @@ class SoundProcessor:
       config_json: content of its config.json.
       model_config: of the model, with a tower for sounds.
       tokenizer: of the model; None without one.
+
+    Attributes:
+      token_fields: names in config.json of the placeholder token.
+      around: tokens before and after a sound, as templates write them.
+      usual_token: token of a configuration that names none; None where it must.
+      chunk: number of patches to a multiple of which spectrograms are padded with zeros.
+      marks: tokens that are put before and after a sound's embeddings; none where templates write them.
     """
 
     modalities: tuple[str, ...] = (AUDIO,)
-    # Names in config.json of the placeholder token; tokens before and after a sound, as templates write them.
     token_fields: tuple[str, ...] = ("audio_token_id",)
     around: tuple[str, str] = ("", "")
-    # The token of a configuration that names none; None where it must.
     usual_token: int | None = None
-    # Spectrograms are padded with zeros to a multiple of this many patches.
     chunk = 1
-    # Tokens that are put before and after a sound's embeddings; none where templates write them.
     marks: tuple[int, ...] = ()
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):

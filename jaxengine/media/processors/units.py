@@ -80,26 +80,29 @@ class UnitProcessor:
       model_config: of the model, with a tower whose configuration has the `vit` (jaxengine.models.vision.base.vit) that
         encodes units.
       tokenizer: of the model; None without one.
+
+    Attributes:
+      needs_tokenizer: whether images are represented by text that must be tokenized.
+      most_given: limit of units in embeddings that are passed instead of an image.
+      defaults, config_defaults: transformers' defaults of missing settings, and of missing fields of config.json.
+      token_names: fields of config.json with the token of images, of which the first counts that it has.
+      embedded_names: the same for the token at whose positions embeddings go; () for the token of images.
+      start, end: tokens before and after the embeddings of an image.
+      of_frames: copy of the processor with the pixel transform of videos' frames, of families that take videos.
+      places: where settings are, as read_settings takes them.
+      needs_settings: whether the checkpoint must have some.
     """
 
     modalities: tuple[str, ...] = ("image",)
-    # Whether images are represented by text that must be tokenized.
     needs_tokenizer = False
-    # Limit of units in embeddings that are passed instead of an image.
     most_given: float = np.inf
-    # transformers' defaults of missing settings, and of missing fields of config.json.
     defaults: Mapping[str, Any] = {}
     config_defaults: Mapping[str, Any] = {}
-    # Fields of config.json with the token of images, of which the first counts that it has.
     token_names: tuple[str, ...] = ("image_token_id",)
-    # The same for the token at whose positions embeddings go; () for the token of images.
     embedded_names: tuple[str, ...] = ()
-    # Tokens before and after the embeddings of an image.
     start: Sequence[int] = ()
     end: Sequence[int] = ()
-    # Copy of the processor with the pixel transform of videos' frames, of families that take videos.
     of_frames: Any = None
-    # Where settings are, as read_settings takes them, and whether the checkpoint must have some.
     places: tuple[tuple[str, str], ...] = (IMAGES,)
     needs_settings = True
 
@@ -203,7 +206,7 @@ class UnitProcessor:
         """Return (height, width) in pixels of an image with the most units."""
 
     def option_names(self) -> tuple[str, ...]:
-        """Return the names of mm_processor_kwargs that `units` uses."""
+        """Return the names of mm_processor_kwargs that `units` uses, here ()."""
         return ()
 
     def with_options(self, options: Mapping[str, Any]) -> Any:

@@ -15,13 +15,17 @@ from jaxengine.parsers.scan.json_scan import JsonScanner
 
 
 class Progress(Enum):
-    """State of a reader of calls after a piece of text."""
+    """State of a reader of calls after a piece of text.
+
+    MORE: the object goes on. DONE: a call, and its object is closed. CUT: a call with complete arguments, whose object
+    is invalid after them. BROKEN: a call whose arguments are invalid. REJECTED: not a call; `held` is its text.
+    """
 
     MORE = auto()
-    DONE = auto()  # a call, and its object is closed
-    CUT = auto()  # a call with complete arguments, whose object is invalid after them
-    BROKEN = auto()  # a call whose arguments are invalid
-    REJECTED = auto()  # not a call; `held` is its text
+    DONE = auto()
+    CUT = auto()
+    BROKEN = auto()
+    REJECTED = auto()
 
 
 class JsonCall:

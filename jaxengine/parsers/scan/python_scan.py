@@ -20,12 +20,16 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Reading(Enum):
-    """Result of PythonScanner.read for one character."""
+    """Result of PythonScanner.read for one character of a value.
 
-    MORE = auto()  # it goes on
-    DONE = auto()  # the value is complete with this character
-    BEFORE = auto()  # it was complete before this character, which belongs to what follows
-    WRONG = auto()  # it is no literal, or one without a JSON counterpart
+    MORE: the value goes on. DONE: it is complete with this character. BEFORE: it was complete before this character,
+    which belongs to what follows. WRONG: it is no literal, or one without a JSON counterpart.
+    """
+
+    MORE = auto()
+    DONE = auto()
+    BEFORE = auto()
+    WRONG = auto()
 
 
 class _State(Enum):

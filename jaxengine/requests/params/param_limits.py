@@ -31,11 +31,13 @@ _INSTEAD = {
 
 
 class RequestOutputKind(Enum):
-    """Content of each RequestOutput of a stream."""
+    """Content of each RequestOutput of a stream: CUMULATIVE, everything so far; DELTA, what is new since the last one;
+    FINAL_ONLY, one output, at the end.
+    """
 
-    CUMULATIVE = 0  # everything so far
-    DELTA = 1  # what is new since the last one
-    FINAL_ONLY = 2  # one output, at the end
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 def no_field(name: str, fields: Iterable[str]) -> str:

@@ -119,7 +119,9 @@ class _DeltaHeads(NamedTuple):
 
     @classmethod
     def read(cls, number: Callable[[str], int]) -> _DeltaHeads:
-        """Return those of a file; see `arrangements`."""
+        """Return the heads of a file. number: see `arrangements`. Raises ValueError for numbers that contradict each
+        other or are too large.
+        """
         keys, values, size = number("ssm.group_count"), number("ssm.time_step_rank"), number("ssm.inner_size")
         if values % keys or size % values:
             text = "a multiple of ssm.group_count, and a divisor of ssm.inner_size"

@@ -56,6 +56,9 @@ class DecodeShape:
       kv_dtype: dtype of the pool.
       max_stages: most blocks in shared memory.
       tensor_memory: whether products are tcgen05's, with sums in tensor memory, as on Blackwell.
+      parts: 2: a block of the pool is keys and values.
+      head_tiles: tiles of query heads that share a kv head.
+      rest: columns of queries that are a separate operand.
     """
 
     spec: AttentionSpec
@@ -66,9 +69,9 @@ class DecodeShape:
     max_stages: int
     tensor_memory: bool = False
 
-    parts = 2  # a block of the pool is keys and values
-    head_tiles = 1  # tiles of query heads that share a kv head
-    rest = 0  # columns of queries that are a separate operand
+    parts = 2
+    head_tiles = 1
+    rest = 0
 
     @property
     def rows(self) -> int:

@@ -64,6 +64,7 @@ class LatentShape:
       tokens: most new tokens of a row.
       dtype: dtype of queries and pool.
       max_stages: most blocks in shared memory.
+      parts: 1: a block of the pool is keys alone.
     """
 
     spec: AttentionSpec
@@ -73,7 +74,7 @@ class LatentShape:
     dtype: Any
     max_stages: int
 
-    parts = 1  # a block of the pool is keys alone
+    parts = 1
 
     @property
     def rows(self) -> int:
