@@ -152,8 +152,8 @@ def _gguf_jais(fields: ConfigFields, layers: Layers) -> Layers:
 
 
 def _gguf_jais_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with other names, since matrices are not transposed in these files. Raises ModelConfigError for
-    a file without a head: its embeddings have another scale.
+    """Return the form with SiLU and other names, since matrices are not transposed in these files. Raises
+    ModelConfigError for a file without a head: its embeddings have another scale.
     """
     if gguf.tie_word_embeddings:
         raise ModelConfigError("a GGUF file of Jais must have output.weight")

@@ -95,8 +95,8 @@ def _exaone_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> 
 
 
 def gguf_after_dense(gguf: GGUFConfig, **own: Any) -> ExpertsConfig:
-    """Return the ExpertsConfig of a file that does not say whether its first layer has an MLP instead. own: further
-    fields. Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig of a file whose first layer has an MLP instead if the file has an ffn_gate. own: further
+    fields. Raises ModelConfigError for wrong fields, and without experts.
     """
     experts = gguf_sigmoid_experts(gguf.fields, norm_weights=True)
     if experts is None:

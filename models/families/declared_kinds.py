@@ -60,7 +60,7 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 def _gguf_laguna(gguf: GGUFConfig) -> dict[str, Any]:
     """Return `gguf_fields`; layers with a window have unscaled rope on a part of their own. Raises ModelConfigError for
-    wrong fields.
+    wrong fields, and without experts.
     """
     fields, size = gguf.fields, gguf.fields.integer("expert_shared_feed_forward_length")
     if (experts := gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)) is None:
@@ -174,7 +174,9 @@ def _gguf_mellum(gguf: GGUFConfig) -> dict[str, Any]:
 
 
 def _gguf_mimo(gguf: GGUFConfig) -> dict[str, Any]:
-    """Return `gguf_fields`; layers with a window may have sinks. Raises ModelConfigError for wrong fields."""
+    """Return `gguf_fields` with windows in all but every sixth layer, which have sinks if the file does. Values may be
+    shorter than keys. Raises ModelConfigError for wrong fields, and without experts.
+    """
     fields, size = gguf.fields, "attention.value_length"
     keys = {f"{fields.prefix}{size}": fields.integer("attention.key_length")}
     options = {"experts": gguf_after_dense(gguf), "partial_rotary": True, "value_size": fields.integer(size)}

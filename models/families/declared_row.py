@@ -231,8 +231,9 @@ class Row(NamedTuple):
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **named, **more}
 
     def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
-        """Return keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Must only be called
-        for rows with `gguf`. Raises ModelConfigError for wrong or missing fields.
+        """Return keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Norms of q and k that
+        the file lacks are left out, and q, k and v that it has apart are read so. Must only be called for rows with
+        `gguf`. Raises ModelConfigError for wrong or missing fields.
         """
         assert self.gguf is not None
         own, form = self.gguf, self.form

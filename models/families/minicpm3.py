@@ -38,7 +38,9 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Return the fields of a file; its multipliers are those of the published model, which files do not say."""
+        """Return keyword arguments of ModelConfig. Multipliers are those of the published model, which files do not
+        say; values have embedding_length / head_count elements if the file does not say how many.
+        """
         fields, size = gguf.fields, "attention.value_length"
         usual = fields.integer("embedding_length") // fields.integer("attention.head_count")
         own = gguf._replace(metadata={f"{fields.prefix}{size}": usual, **gguf.metadata})

@@ -130,7 +130,7 @@ class MllamaForConditionalGeneration(LlamaForCausalLM):
         """Return (keyword arguments of ModelConfig without the architecture and the tower, the numbers of the layers
         that attend to images) of the text part of a config.json. These layers do not attend to keys of tokens, and
         vocab_size includes FURTHER_TOKENS that get no logits. Raises ModelConfigError for wrong fields, and unless
-        `cross_attention_layers` lists some, but not all, layers.
+        `cross_attention_layers` (default: _LAYERS) lists some, but not all, layers.
         """
         text.require(attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
         shared = super().read_hf(text)

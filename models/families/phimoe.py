@@ -102,7 +102,7 @@ def _gguf_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _gguf_rope(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
-    """Return a GGUF file's layers; if they have longrope, with _MSCALE, in place of which files have Phi-3's factor."""
+    """Return a GGUF file's layers; longrope gets the attention factor _MSCALE in place of Phi-3's, which files have."""
     rope = layers[0].rope
     if rope is None or rope.scaling is None or not rope.scaling.short_factors:
         return layers

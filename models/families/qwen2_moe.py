@@ -58,7 +58,7 @@ def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
 
 
 def gated_gguf_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
-    """Return the same configuration of a GGUF file. Raises ModelConfigError for a field that is missing or wrong."""
+    """Return the ExpertsConfig of a GGUF file, with a gated shared MLP. Raises ModelConfigError for wrong fields."""
     size = fields.integer("expert_shared_feed_forward_length")
     more: dict[str, Any] = {"shared_intermediate_size": size, "shared_gate": True}
     return gguf_experts(fields, norm_weights=norm_weights, size=EXPERT_SIZE, **more)

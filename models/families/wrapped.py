@@ -58,7 +58,8 @@ class Wrapper:
 @cache
 def over_text(wrapper: Any, family: Any) -> Any:
     """Return the class of a Wrapper's models whose text part `family` reads, with its layers: Wrapper[Family], or by
-    the wrapper's own name if its layers serve. Its read_hf raises ModelConfigError for layers that read token ids.
+    the wrapper's own name if its layers serve. Its read_hf sets the tower's multiplier if the wrapper `multiplies`,
+    drops the LM head's bias as transformers 4.52 does, and raises ModelConfigError for layers that read token ids.
     """
     inner = type(wrapper.__name__, (wrapper,), {"family": family, "__module__": wrapper.__module__})
 

@@ -104,8 +104,8 @@ def gguf_jamba(gguf: GGUFConfig) -> dict[str, Any]:
 
 
 def with_states(shape: dict[str, Any], state: LayerState, recurrent: Sequence[bool]) -> dict[str, Any]:
-    """Return arguments of ModelConfig, `shape`, with this state and no rope in the recurrent layers. recurrent: whether
-    each layer of the file is; further layers than the model's do not count.
+    """Return arguments of ModelConfig, `shape`, with this state, no rope and no window in the recurrent layers.
+    recurrent: whether each layer of the file is; further layers than the model's do not count.
     """
     layers, own = zip(shape["attention"], recurrent, strict=False), {"rope": None, "window": None, "state": state}
     attention = (replace(each, **own) if is_state else each for each, is_state in layers)

@@ -59,6 +59,7 @@ def config_of_params(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     The architecture is that of transformers' class with the same computation: Mistral, Ministral, Ministral 3, Mixtral
     or Mistral 4, the last for multi-head latent attention, or the class that has one of them with Pixtral's tower.
+    bos_token_id is 1, and eos_token_id 2.
     """
     fields = ConfigFields(raw)
     _refuse_others(fields, _FIELDS)

@@ -309,10 +309,10 @@ class ChatRun:
         return [token_id for token_id in found if token_id is not None]
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters, without the limit of the reasoning, which `prepare` adds. Without a
-        limit the model's default counts, if it has one; a whole answer with echo and logprobs also has prompt_logprobs.
-        Raises RequestError for a token limit above max_model_len, for top_logprobs above max_logprobs or of -1 (all)
-        unless that is -1 too, and for other values that are not allowed.
+        """Return the engine's sampling parameters, with `_stop_token_ids` and without the limit of the reasoning, which
+        `prepare` adds. Without a limit of tokens the model's default counts, if it has one; a whole answer with echo
+        and logprobs also has prompt_logprobs. Raises RequestError for a token limit above max_model_len, for
+        top_logprobs above max_logprobs or of -1 (all) unless that is -1 too, and for other values that are not allowed.
         """
         body, inputs = self.body, self._server.engine.inputs
         name, most = body.most_tokens
