@@ -134,9 +134,6 @@ class Cluster(Peers):
         return num_pages
 
     def await_ready(self) -> None:
-        """Wait until all workers have compiled their programs. Raises ClusterError if one is lost or not done in
-        time.
-        """
         self._await("compile", lambda worker: worker.ready)
 
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:

@@ -114,7 +114,6 @@ class TcpTransport(Transport):
             self._pages[key] = block
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        """Stop offering these keys. Unknown keys are ignored."""
         for key in keys:
             self._pages.pop(key, None)
 

@@ -121,7 +121,6 @@ class FolderTransport(Transport):
         return []
 
     def open(self, source: Source) -> Reader:
-        """Return a reader of the folder. source: not used."""
         return _FolderReader(self._disk)
 
     def shutdown(self) -> None:

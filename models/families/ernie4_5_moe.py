@@ -32,7 +32,6 @@ class ErnieExperts(MixtureOfExperts):
     """Mixture of experts whose correction bias is stored as a row, [1, E]."""
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
-        """Declare the correction bias as f32[1, E], the shape in which checkpoints store it."""
         tensor = Source(source, 1)
         return declare((1, num_experts), jnp.float32, ParamDecl((None, None), (tensor,), init_std=0.02))
 

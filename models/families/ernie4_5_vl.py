@@ -43,7 +43,6 @@ class ErnieVLExperts(MixtureOfExperts):
         super().__init__(config, source=source, router_dtype=jnp.float32, build=build)
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
-        """Declare the correction bias as f32[1, E]. source: not used."""
         tensor = Source(f"{LAYER}.mlp.{_CORRECTION}", 1, first=self.row, tensor_rows=2)
         return declare((1, num_experts), jnp.float32, ParamDecl((None, None), (tensor,), init_std=0.02))
 

@@ -64,7 +64,6 @@ class RankSounds(RankEncoderPool):
         return int(self.rows.index(request.slot, request.media, 0, 1)[0])
 
     def begin(self) -> None:
-        """Start a step, with no sound to encode and no prompt to align yet."""
         super().begin()
         self._num_aligned = 0
 

@@ -73,9 +73,6 @@ class Drafts(LoopExtension):
         return replace(config, extensions=(*config.extensions, options))
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the prompt and output tokens of requests that are new in their slots to the devices, if the draft method
-        needs them there.
-        """
         loop, drafts = self.loop, self.loop.runner.extension(NAME)
         if drafts.keeps_history:
             histories = []

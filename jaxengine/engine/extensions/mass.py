@@ -30,7 +30,6 @@ class SamplingMasks(LoopExtension):
         return not self._requests
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Register the requests with sampling masks."""
         self._requests.update(request for request in requests if request.params.return_sampling_mask)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:

@@ -23,7 +23,6 @@ class PageAges(LoopExtension):
         self._lifetime, self._idle, self._gaps = (Durations(_BOUNDS) for _ in range(3))
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts, and have the scheduler report evicted pages."""
         super().attach(loop)
         ages: Ages = loop.scheduler.extension(NAME)
         ages.evicted = self._evicted

@@ -42,7 +42,6 @@ class Sessions(LoopExtension):
         self._ranks = loop.scheduler.ranks
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Mark the requests' sessions as the most recently used."""
         for request in requests:
             if request.session in self.kept:
                 self.kept.move_to_end(request.session)

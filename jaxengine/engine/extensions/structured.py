@@ -175,7 +175,6 @@ class Structured(LoopExtension):
         return self.masks.is_idle and not self.loop.runner.extension("structured").masked()
 
     def shutdown(self) -> None:
-        """End the processes that compute masks."""
         self.masks.shutdown()
 
     def metrics(self) -> Iterator[Counter]:

@@ -89,7 +89,6 @@ class Glm4v9bProcessor(TextPlaceholder, UnitProcessor):
         return 1, side, side
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): the beginning, one for each square of patches, and the end."""
         return [self._begin, *[self._patch] * (item.num_rows - 2), self._end]
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:

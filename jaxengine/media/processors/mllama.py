@@ -70,7 +70,6 @@ class MllamaProcessor(UnitProcessor):
         return Processed(patches, number, np.zeros(1, np.int32), 1, grid)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the one token of an image. item: not used."""
         return [self.image_id]
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:

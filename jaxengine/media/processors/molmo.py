@@ -143,7 +143,6 @@ class MolmoProcessor(CropsProcessor):
         return np.concatenate([*masks, np.full(grid * grid, _PARTIAL, np.int32)])
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): lines of the whole image, then lines of its crops."""
         token, lines = self._tokens, self.tower.vit.grid // _WINDOW
         found = list[int]()
         for rows, columns in ((lines, lines), item.grid[1:]):

@@ -312,7 +312,6 @@ class Molmo2Processor(CropsProcessor):
         return tuple(found)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): lines of the whole image, then lines of its crops."""
         form, token = self._form, self._tokens
         low = item.crops[0] if item.crops else _windows(self._patches(1), self.pooling)[1]
         return [

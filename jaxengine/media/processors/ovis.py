@@ -51,7 +51,6 @@ class OvisProcessor(Ovis2Processor):
             raise fields.fail("max_patches", f"from 1 to {MAX_TILES}")
 
     def placeholder_id(self) -> int:
-        """Return the token at whose positions embeddings go. Raises ModelConfigError if the tokenizer has none."""
         text = (self.config_fields.mapping("llm_config") or {}).get("model_type", "qwen2")
         tokens = self.ids(_PADS.get(text, _PADS["qwen2"]))
         if len(tokens) != 1:

@@ -70,7 +70,6 @@ class Phi4MultimodalProcessor(LimitedTiles):
         return found
 
     def largest_size(self) -> tuple[int, int]:
-        """Return (height, width) in pixels of the highest column of tiles: of as many tiles, it has most lines."""
         return self.max_tiles * self.side, self.side
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:

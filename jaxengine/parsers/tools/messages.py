@@ -191,7 +191,6 @@ class BeamToolParser(_MessageToolParser):
         self._open_call(name, "")
 
     def _takes_body(self) -> bool:
-        """Return whether a call is open."""
         return self._arguments is not None
 
     def _end_message(self) -> None:
@@ -224,7 +223,6 @@ class MuseToolParser(_MessageToolParser):
         self._out = _RenamingCollector(new_id, doubled)
 
     def _takes_body(self) -> bool:
-        """Return whether the message is to a tool."""
         return recipient_function(self._header, ()) is not None
 
     def _end_message(self) -> None:

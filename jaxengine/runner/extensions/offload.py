@@ -37,9 +37,6 @@ class OffloadExtension(DeviceExtension):
     name = NAME
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes on one device, under "pages on their way", of the arrays in which pages are copied, as many
-        as may be in transit at once.
-        """
         page = page_bytes_of_group(self.shape.groups, platform=self.shape.platform.name)
         return {"pages on their way": bytes_on_their_way(page)}
 

@@ -199,9 +199,6 @@ class AttentionCode(Handlers):
         return values
 
     def cut(self, b: Builder, values: Mapping[str, Any], threads: Any) -> dict[str, Any]:
-        """Emit the computation of the number of items, and return {"blocks": it}. values: fields of the job by name.
-        threads: not used.
-        """
         return {"blocks": b.mul(values["tiles_in_use"], values["kv_heads"])}
 
 

@@ -111,9 +111,6 @@ class Products(Sums):
         return found | {"panel": panel, "panels": b.sdiv(lines, panel), "each": b.sdiv(group, panel)}
 
     def cut(self, b: Builder, values: Mapping[str, Any], threads: Any) -> dict[str, Any]:
-        """Emit the computation of a block's outputs, "width", and of the number of blocks, and return both. values:
-        fields of the job by name. threads: their number, i64.
-        """
         tiles = b.sdiv(values["outputs"], I64(TILE))
         each = ceiling(b, tiles, threads)
         many = b.icmp_signed(">=", each, I64(_MANY_TILES))

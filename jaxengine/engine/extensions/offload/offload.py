@@ -73,7 +73,6 @@ class Offload(LoopExtension):
         self.generation = 0
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts, and make the tiers the store of the scheduler's extension."""
         super().attach(loop)
         self.orders: Orders = loop.scheduler.extension(NAME)
         self.orders.store = self.tiers

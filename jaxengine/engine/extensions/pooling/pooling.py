@@ -12,7 +12,6 @@ class Pooling(LoopExtension):
     """Loop extension that runs the pooler's program in place of the sampler."""
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts, and set `epilogue` to the pooler's."""
         super().attach(loop)
         self.epilogue = loop.runner.extension("pooling").pool
 

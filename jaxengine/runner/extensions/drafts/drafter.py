@@ -83,7 +83,6 @@ class Drafter(StageExtension):
 
     @property
     def program_bytes(self) -> int:
-        """Bytes on one device that all programs hold; they must have been compiled."""
         how = self.executables, self.programs.description, self._backend
         return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
 

@@ -117,7 +117,6 @@ class DraftsExtension(DeviceExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """State changes that write slots' histories, by name; none without a history."""
         if not self.keeps_history:
             return {}
         return long_rows(HISTORY_ROWS, _set_history, self.shape.config.max_model_len, np.int32, EVERYWHERE)
@@ -156,7 +155,6 @@ class DraftsExtension(DeviceExtension):
         return self.shape.hidden(num_tokens, max(1, len(self._streams))) if self._is_read else None
 
     def row_section(self, num_rows: int, width: int) -> DraftRows | None:
-        """Return the abstract DraftRows of a step; None if rows have one token."""
         if width == 1:
             return None
         rows = self.shape.rows

@@ -75,7 +75,6 @@ class CrossedPicturesExtension(CrossingExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """The state change, by name, that sets the images of slots."""
         shapes = [((NUM_SLOT_ROWS,), np.int32, EVERYWHERE), ((NUM_SLOT_ROWS, self.width), np.int32, EVERYWHERE)]
         return {SEEN: StateChange(_write_images, shapes)}
 
@@ -83,7 +82,6 @@ class CrossedPicturesExtension(CrossingExtension):
         return {"encoded pictures": self.encoder.rows}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with a CrossPictures section: the pool, and what the step's tokens attend to."""
         ragged, own = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
         fields = own[:, 1:].reshape(len(own), _FIELDS, self.most)
         pictures = StepPictures(

@@ -82,7 +82,6 @@ class PicturesExtension(DeviceExtension):
         return (4 if self.uses_mrope else 1, bucket.num_tokens) if bucket.sections else None
 
     def given(self, bucket: Bucket) -> Any:
-        """Return the abstract pool of embeddings for a bucket whose messages have the field; else None."""
         return self.encoders[0].rows if bucket.sections and self.encoders else None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:

@@ -61,7 +61,6 @@ class AlignmentExtension(DeviceExtension):
         self._tree = jax.tree.structure(leaves)
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Return the one program. params: the model's leaves, arrays or shapes."""
         shape = self.shape
         arguments = (abstract_params(params), self._pool, shape.rows(1, np.int32, _HEADER + self.length))
         return [program_on(shape.mesh, self.program_name, self._align, arguments, self._result, ())]

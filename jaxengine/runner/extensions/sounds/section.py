@@ -78,9 +78,6 @@ class SoundsExtension(CrossingExtension):
         return {"encoded sounds": self.encoder.rows}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with a Sounds section: the pool, and the row and positions of it that each row of the step
-        attends to.
-        """
         ragged, own = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
         sounds = StepSounds(step.given[NAME], own[:, 0], own[:, 1], ragged.cu_q_lens, ragged.num_seqs)
         return step.with_section(NAME, Sounds(sounds))

@@ -79,7 +79,6 @@ class StatesExtension(DeviceExtension):
         return Recorded(self.shape.rows(num_rows + 1, np.int32), layers)
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Return, for each wide bucket, the program that writes the states after the accepted tokens."""
         if not self._has_drafts or not self._arrays:
             return ()
         states = jax.tree.map(lambda kept: self.shape.whole(kept.shape, kept.dtype, kept.spec), self.slots())
