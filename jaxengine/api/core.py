@@ -149,7 +149,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether `step` has work, as Engine.has_unfinished says."""
         return self.engine.has_unfinished
 
     def rest(self) -> float:

@@ -60,7 +60,7 @@ class Engine:
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Prepare and queue a caller's n requests. If one is refused, abort those queued and raise its RequestError."""
+        """Prepare and queue a caller's n requests. If one is refused, abort those queued and raise its error."""
         added = []
         try:
             for request in requests:

@@ -185,7 +185,9 @@ def _gguf_mimo(gguf: GGUFConfig) -> dict[str, Any]:
 
 
 def _gguf_mimo_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
-    """Return the form of a GGUF file. Raises ModelConfigError for a wrong scale of values."""
+    """Return the form of a GGUF file, with its scale of values (default: 1), and q, k and v in one product if they are.
+    Raises ModelConfigError for a wrong scale.
+    """
     form = replace(form, value_scale=gguf.fields.number("attention.value_scale", 1.0))
     return replace(form, qkv=("self_attn.qkv_proj",), joined=ROWS) if "attn_qkv" in gguf.stored else form
 

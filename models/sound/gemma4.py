@@ -262,8 +262,8 @@ class LocalAttention(nnx.Module):
         """Return the output [S, D] of attention of x [S, D] to near positions of the same sound, from `left` - 1 before
         to `right` - 1 after a position (none after it for 0).
 
-        Products with a key, to which the key of the distance is added, are capped. segment: i32[S], the sound of each
-        position, -1 for none.
+        Products with a key, to which that of the distance is added from -`far` on, are capped. segment: i32[S], the
+        sound of each position, -1 for none.
         """
         config = self.config
         q, k, v = (part(x).astype(jnp.float32).reshape(len(x), -1, self.head_dim) for part in (self.q, self.k, self.v))

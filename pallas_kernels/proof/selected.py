@@ -96,7 +96,7 @@ def _batch_and_pool(given: dict[str, Any], mix: str, rng: np.random.Generator) -
 
 
 def _ragged(made: Batch) -> RaggedBatch:
-    """Return a batch on the device."""
+    """Return `made` as a RaggedBatch on the device."""
     return RaggedBatch(**{name: jax.device_put(getattr(made, name)) for name in RaggedBatch._fields})
 
 

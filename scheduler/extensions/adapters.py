@@ -282,7 +282,6 @@ class Adapters(SchedulerExtension):
         self.slots = AdapterSlots(num_slots)
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Create `ranks`, one for each replica, with no adapter in any slot."""
         self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
 
     def admits(self, request: Request) -> bool:

@@ -43,7 +43,6 @@ class CrossedPictures(EncoderPools):
     name: ClassVar[str] = NAME
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Create `ranks`, one for each replica, with empty pools."""
         self.ranks = [RankCrossedPictures(self._options) for _ in ranks]
 
 

@@ -305,7 +305,6 @@ class RankEncoderPool(RankExtension):
     rows: EncoderRows
 
     def begin(self) -> None:
-        """Start a step, with no item to encode yet."""
         self.rows.begin_step()
 
     def complete(self, batch: ScheduledBatch) -> None:
@@ -324,7 +323,6 @@ class Pictures(EncoderPools):
     name: ClassVar[str] = NAME
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Create `ranks`, one for each replica, with empty pools."""
         self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
 
 

@@ -44,7 +44,6 @@ class Sounds(EncoderPools):
     name: ClassVar[str] = NAME
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Create `ranks`, one for each replica, with empty pools."""
         self.ranks = [RankSounds(self._options) for _ in ranks]
 
 

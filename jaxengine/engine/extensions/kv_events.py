@@ -209,7 +209,6 @@ class KVEvents(LoopExtension):
         return _REST_SECONDS
 
     def shutdown(self) -> None:
-        """Shut down all publishers."""
         for each in self.publishers:
             each.shutdown()
 

@@ -52,7 +52,6 @@ class ProcessorsExtension(DeviceExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """The state change, by name, that writes the columns of NUM_ROWS slots."""
         shapes = [((NUM_ROWS,), np.int32, EVERYWHERE), ((NUM_ROWS, self.width), np.int32, EVERYWHERE)]
         return {COLUMN_ROWS: StateChange(_write_rows, shapes)}
 

@@ -44,7 +44,8 @@ class WeightMethods:
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         """Pause the engine and return when that is done. The mode is "abort" if the request has none; cached prefixes
-        are dropped unless clear_cache is false. Raises RequestError for an unknown mode, and EngineDeadError.
+        are dropped unless clear_cache is false. Raises RequestError for an unknown mode, and for "wait" while the
+        engine sleeps and has requests; EngineDeadError.
         """
         clear_cache = request.clear_cache or not request.HasField("clear_cache")
         await weights.pause(self._engine, _mode(request.mode, "abort"), clear_cache=clear_cache)
@@ -102,8 +103,8 @@ class WeightMethods:
         return _updated(await weights.update_from_pieces(self._engine, self._config, pieces, options))
 
     async def GetWeightInfo(self, request: pb.GetWeightInfoRequest, context: Context) -> pb.WeightInfo:
-        """Return the version of the weights, and checksums if requested. Raises EngineDeadError if the engine cannot
-        answer.
+        """Return the version of the weights, and checksums if requested. Raises RequestError for checksums of weights
+        that sleep on request, and EngineDeadError.
         """
         found = await weights.info(self._engine, checksum=request.checksum)
         return pb.WeightInfo(**_version(found["weight_version"]), checksums=found.get("checksums", {}))

@@ -82,8 +82,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Let no request run until /resume, and answer once none does. Those that come meanwhile wait.
 
         mode: running requests end at once ("abort"), run to their end ("wait") or stay where they are ("keep").
-        clear_cache: drop cached prefixes. Returns the status "paused". Raises EngineDeadError if the engine cannot
-        answer.
+        clear_cache: drop cached prefixes. Returns the status "paused". Raises RequestError for "wait" while the engine
+        sleeps and has requests, and EngineDeadError.
         """
         await weights.pause(engine, mode, clear_cache=clear_cache)
         return {"status": "paused"}
@@ -181,6 +181,6 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
     @routes.get("/weight_info")
     async def weight_info(checksum: bool = False) -> dict[str, Any]:
         """Return the version of the weights; with `checksum` also SHA-256 of each weight as the devices hold it. Raises
-        EngineDeadError if the engine cannot answer.
+        RequestError for checksums of weights that sleep on request, and EngineDeadError.
         """
         return await weights.info(engine, checksum=checksum)

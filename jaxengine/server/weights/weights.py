@@ -34,7 +34,8 @@ class UpdateOptions(NamedTuple):
 
 async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
     """Pause the engine, and return when the pause is complete, which is checked every 10 ms. mode: see PauseMode.
-    clear_cache: then also drop all cached prefixes. Raises RequestError for an unknown mode, and EngineDeadError.
+    clear_cache: then also drop all cached prefixes. Raises RequestError for an unknown mode, and for "wait" while the
+    engine sleeps and has requests; EngineDeadError.
     """
     await engine.utility("pause_engine", mode)
     while not await engine.utility("pause_is_there"):
@@ -87,7 +88,7 @@ async def state(engine: EngineClient) -> dict[str, Any]:
 
 async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
     """Return `weight_version` and, if `checksum`, also `checksums`, which maps each weight's name to its SHA-256.
-    Raises EngineDeadError if the engine cannot answer.
+    Raises RequestError for checksums of weights that sleep on request, and EngineDeadError.
     """
     found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
     return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found

@@ -90,7 +90,7 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
 
 def with_next_layer(config: ModelConfig, layer: NextLayer) -> ModelConfig:
     """Return a model's configuration with its first next-token layer, `layer`, appended; without a tower and without
-    further next-token layers.
+    further next-token layers. It attends like the last layer that attends, if layer.windowed the last with a window.
     """
     likely = [each for each in config.attending if each.window is not None or not layer.windowed]
     own, experts = (likely or config.attending)[-1], config.experts

@@ -277,7 +277,7 @@ def group_size(settings: Mapping[str, Any], field: str = "group_size", default: 
 
 def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | None:
     """Return (rows, columns) of the blocks that share a scale from a field of a quantization_config; None if it is
-    missing.
+    missing or null.
 
     Raises ModelConfigError for anything but a list of two integers from 1 to 2^20.
     """

@@ -66,8 +66,6 @@ class SoundsExtension(CrossingExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """The state changes, by name, that set the sounds and the rules of slots."""
-
         def shapes(count: int, width: int) -> list[Any]:
             return [((count,), np.int32, EVERYWHERE), ((count, width), np.int32, EVERYWHERE)]
 

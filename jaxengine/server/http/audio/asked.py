@@ -64,7 +64,6 @@ class AskedTranscript(Transcript):
         return {"prompt_token_ids": self._ids, DATA: {AUDIO: self._sound}}
 
     async def whole(self) -> Response:
-        """Run the request and return the complete response. Raises the errors of `last`."""
         output = await self.last(self._prompt(), self.body.params(self.engine.inputs, detokenize=True))
         return self.plain(self._text(output.outputs[0].text)[0].strip(), self._sound.seconds)
 

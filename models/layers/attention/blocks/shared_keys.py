@@ -207,9 +207,9 @@ class SharedKeysAttention(CompressedAttention):
     def _blocks(
         self, x: jax.Array, states: tuple[jax.Array, ...], rows: Any, blocks: TokenBlocks
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Return the keys [M, H] before rope of the blocks that the step completes, and the states after it: means of
-        the tokens' values (the value, if a block has one token), weighted in each column by the softmax of their gates
-        and RMS normed. x: [T, D]. states: that of contributions first; unused where a block has one token.
+        """Return the keys [M, H] before rope of the blocks that the step completes, and the states after it. Keys are
+        means of the tokens' values (the value, if a block has one token), weighted in each column by the softmax of
+        their gates and RMS normed. x: [T, D]. states: that of contributions first; unused where a block has one token.
         """
         rate = self.keys.rate or 1
         new = self.contributed.matmul(x.astype(jnp.float32) if rate > 1 else x, out_dtype=jnp.float32)
