@@ -94,7 +94,6 @@ def choose(
         return size if costs is None else max(costs.seconds(Bucket(size, size), one_token, longest))
 
     def mixed_seconds(size: int) -> float:
-        """Return the cost of a mixed step in a bucket of `size` tokens."""
         bucket = Bucket(size, min(size - 1, max_num_seqs))
         return size if costs is None else max(costs.seconds(bucket, nothing, nothing))
 

@@ -174,7 +174,6 @@ def taps_of(columns: dict[str, jax.Array], merge: int, kernel: int) -> Iterator[
     row, column, height, width = (columns[name] for name in ("row", "column", "height", "width"))
 
     def place(row: jax.Array, column: jax.Array) -> jax.Array:
-        """Return i32[P], the number of the patch at these coordinates within its frame."""
         square = row // merge * (width // merge) + column // merge
         return square * merge * merge + row % merge * merge + column % merge
 

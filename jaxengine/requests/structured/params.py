@@ -206,7 +206,6 @@ class StructuredOutputsParams:
         options = {name: getattr(self, name) for name in _JSON_OPTIONS}
 
         def term(schema: Any) -> str:
-            """Return the Lark term of a schema in the tag, with the same options."""
             whole = ({} if schema else {"not": {}}) if isinstance(schema, bool) else schema
             return StructuredOutputsParams(json=whole, **options).in_lark()
 

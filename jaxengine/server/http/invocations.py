@@ -36,7 +36,6 @@ class _PassedOn(Response):
         """Send the other route's response to the same body."""
 
         async def again():
-            """Return the body first, then further messages of the client."""
             if (body := self._whole) is not None:
                 self._whole = None
                 return {"type": "http.request", "body": body, "more_body": False}

@@ -157,7 +157,6 @@ class PageLoads:
         """
 
         def is_over() -> bool:
-            """Return whether nobody needs the remaining parts."""
             return loading.is_given_up or self._is_closing or not threading.main_thread().is_alive()
 
         parts = 0

@@ -263,7 +263,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         writer = CohereWriter(name)
 
         def failed(error: ApiError) -> bytes:
-            """Return the events that end the stream with an error, encoded."""
             return b"".join(map(event, writer.fail(cohere_error_body(error)["message"])))
 
         if body.stream:

@@ -120,7 +120,6 @@ async def read_back(
     reading = there(await store.read(response_id, owner, part), "response", response_id)
 
     def restored(reading: Reading) -> _T:
-        """Return the result of `use` for the values of the documents."""
         joiner = Joiner(reading.texts)
         return use([joiner.join(document) for document in reading.documents])
 
