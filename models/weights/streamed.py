@@ -157,7 +157,7 @@ class _Stream:
 
     def _sort(self, stored: str, array: Any) -> None:
         """Add a tensor, named as in the checkpoint, to its group, and load the weights that can be loaded. A tensor
-        that no weight needs is released. Faults are recorded, not raised.
+        that no weight needs is released; of a tied head a digest is stored. Faults are recorded, not raised.
         """
         name = self._names.renamed(stored)
         tensors = _stands_for(name, self._groups, self._names)

@@ -80,7 +80,8 @@ class NemotronHOmniProcessor(RadioProcessor):
 
     def _read(self, modality: str, found: ConfigFields) -> tuple[Pixels, Budget]:
         """Return the pixel transform of a modality, and a Budget, from its settings `found`. As in transformers, frames
-        are always resized by bicubic interpolation and scaled to 0 to 1, and have no default mean.
+        are always resized by bicubic interpolation and scaled to 0 to 1, and have no default mean. The most patches are
+        those that max_model_len has room for, or max_num_patches unless 0, if fewer, but never less than the least.
 
         Raises ModelConfigError for invalid settings, and for those that do not fit the tower.
         """
@@ -100,7 +101,9 @@ class NemotronHOmniProcessor(RadioProcessor):
         return Pixels.read(fields), Budget(least, min(most, _MOST), self._number(found, _TARGET, 1024), square)
 
     def _number(self, fields: ConfigFields, name: str, default: int, minimum: int = 1) -> int:
-        """Return a number of patches. Raises ModelConfigError unless it is from `minimum` to _MOST."""
+        """Return the field `name`, a number of patches, or `default`. Raises ModelConfigError unless it is from
+        `minimum` to _MOST.
+        """
         if (found := fields.integer(name, default, minimum=minimum)) > _MOST:
             raise fields.fail(name, f"{minimum} to {_MOST}")
         return found

@@ -211,7 +211,7 @@ class Qwen2VLProcessor(GridProcessor):
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels of an image or a video's frames after resizing, as by transformers'
-        smart_resize: multiples of `factor` near the aspect ratio, with a number of pixels within bounds.
+        smart_resize: multiples of `factor` near the aspect ratio, with a number of pixels within `capped` bounds.
 
         bounds: bounds of the pixels of an image or frame. Raises RequestError if one side is more than MAX_ASPECT_RATIO
         times the other.

@@ -88,8 +88,8 @@ class UsmMel:
 
     def of(self, samples: np.ndarray) -> np.ndarray:
         """Return the spectrogram f32[num_frames, num_bins] of samples f32[N]: for each window, of which the first
-        begins half a window before the samples, the natural logarithm of the magnitudes in each mel bin plus `floor`,
-        less `mean` and divided by `deviation`.
+        begins half a window before the samples, after scaling and preemphasis, the natural logarithm of the magnitudes
+        in each mel bin plus `floor`, less `mean` and divided by `deviation`.
         """
         count = self.num_frames(len(samples))
         padded = np.pad(samples * np.float32(self.scale), (self.window // 2, 0))

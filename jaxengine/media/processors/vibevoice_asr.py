@@ -42,8 +42,8 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
             self.duration = whole.text("audio_duration_token", "<|AUDIO_DURATION|>")
 
     def read_features(self, folder: Path) -> ConfigFields:
-        """Return the settings of samples, and set `loudness`, the root mean square that they get, None for that of the
-        sound, and `eps`, which is added to what they are divided by. Raises ModelFileError for settings other than
+        """Return the settings of samples, and set `loudness`, the root mean square that they get (by default -25 dB),
+        None for that of the sound, and `eps`, which is added to what they are divided by. Raises ModelFileError for settings other than
         those of the tower, and values out of range.
         """
         hop = self.tower.num_features

@@ -86,7 +86,8 @@ def arrange(
     """Return the arranged tensors by the checkpoint's names. In `tensors` they replace those of the file that they
     consist of, whose factors are taken out of `factors`; both have the checkpoint's names.
 
-    orders: from `arrangements`. Raises ModelFileError for shapes that do not fit.
+    orders: from `arrangements`; those whose parts `tensors` lacks are left out. Raises ModelFileError for shapes that
+    do not fit, and for a tensor that the file has as well.
     """
     arranged: dict[str, Arranged] = {}
     for end, order in orders.items():
@@ -151,7 +152,9 @@ def arrangements(architecture: str, number: Callable[[str], int]) -> Mapping[str
 
 
 def _separate_delta(number: Callable[[str], int]) -> Mapping[str, Arrangement]:
-    """Return the arrangements of Qwen3.5's delta nets."""
+    """Return the arrangements of Qwen3.5's delta nets; none if they have as many value heads as key heads. Raises the
+    errors of `_DeltaHeads.read`, as does `_joined_delta`.
+    """
     net, of_file = ".linear_attn.", _DeltaHeads.read(number)
     if of_file.num_values == of_file.num_keys:
         return _NONE

@@ -138,7 +138,9 @@ class GGUFFile:
         return (*(name for name in self._tensors if name not in kept), *self._numbers, *self._kept)
 
     def formats(self) -> dict[str, BlockFormat]:
-        """Return the block format of each quantised matrix, by its module (the name without `.weight`)."""
+        """Return the block format of each quantised matrix, by its module (the name without `.weight`), but for those
+        whose Arrangement divides blocks.
+        """
         matrices = (item for item in self._tensors.items() if item[0].endswith(".weight") and len(item[1].shape) == 2)
         matrices = ((name, info) for name, info in matrices if info.format.parts is not None)
         return {
@@ -167,8 +169,8 @@ class GGUFFile:
         return _shape(self._info(weight), kind)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Return these rows and columns of [out, in]: float16 or bfloat16 if the file stores them, int8 for kept codes,
-        otherwise float32.
+        """Return these rows and columns of [out, in]: float16 or bfloat16 if the file stores them so and nothing is
+        undone, int8 for kept codes, otherwise float32.
 
         What the file's converter does to values is undone: the offset of the weights of norms, and exp(A_log) of
         states. Factors of whole matrices are applied. Raises ModelFileError for a tensor that the file does not have or

@@ -90,7 +90,7 @@ def _in_layer(inner: str, latent: bool) -> str:
 
 def heads_in_pairs(config: ModelConfig) -> tuple[dict[str, int], bool]:
     """Return arguments of MistralSource for a model, (num_heads, latent): the number of heads by the end of the name of
-    each module with rows of rotated heads, and whether attention is latent.
+    each module with rows of rotated heads (not the text's if attention is latent), and whether attention is latent.
     """
     first = config.attention[0]
     text = {"self_attn.q_proj": first.num_heads, "self_attn.k_proj": first.num_kv_heads}
