@@ -225,14 +225,12 @@ def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str,
     width, height = PANEL_WIDTH - LEFT - RIGHT, PANEL_HEIGHT + 30 - BOTTOM - TOP
 
     def across(x: float) -> float:
-        """Return the x coordinate of a value, in pixels."""
         if log:
             span = math.log(high / low) or 1.0
             return left + width * math.log(max(x, 1e-3) / low) / span
         return left + width * (x - low) / ((high - low) or 1.0)
 
     def down(y: float) -> float:
-        """Return the y coordinate of a value, in pixels."""
         return bottom - height * y / top
 
     parts = [f'<text x="{left}" y="{TOP - 10}">{escape(title)}</text>']

@@ -406,7 +406,6 @@ def main() -> int:
     os.dup2(2, 1)
 
     def reply(message: dict[str, Any]) -> None:
-        """Write a message as a line of JSON."""
         replies.write(json.dumps(message) + "\n")
 
     request = CompileRequest(**json.load(sys.stdin))

@@ -199,7 +199,6 @@ class RemoteFile:
         end = min(offset + len(view), self.size)
 
         def fetch(start: int) -> None:
-            """Fetch one range and copy it into the view."""
             data = self.fetch(start, end)
             view[start - offset : start - offset + len(data)] = data
 

@@ -143,7 +143,6 @@ class Host0(Peers):
         listener = free_listener()
 
         def serve() -> None:
-            """Accept connections forever, and start a thread that relays each."""
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._relay, args=(connection,), daemon=True).start()

@@ -82,7 +82,6 @@ def summary(
     first = sorted(seconds for seconds in times if seconds is not None)
 
     def added(name: str) -> int:
-        """Return the increase of a metric during the run."""
         return int(after[name] - before[name])
 
     hits, queries = added("vllm:prefix_cache_hits"), added("vllm:prefix_cache_queries")

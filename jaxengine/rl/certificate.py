@@ -68,7 +68,6 @@ class Certificate:
         """Return the certificate as text: a line for each computation, and one for the engine."""
 
         def line(name: str, total: float, found: Agreement) -> str:
-            """Return the line of a computation."""
             differing = f"{found.mismatches} of {self.num_tokens} bit patterns differ"
             return f"{name:<11}{total:.9g}  {differing}, at most by {found.largest:.3g}"
 

@@ -42,7 +42,6 @@ class XIELU(nnx.Module):
 
     def __init__(self, *, source: str, build: Build):
         def scalar(name: str) -> nnx.Param:
-            """Declare the parameter `name`, an array [1]."""
             return declare((1,), build.dtype, ParamDecl((None,), (Source(f"{source}.{name}", 1),), init_std=0.5))
 
         self.alpha_p, self.alpha_n = scalar("alpha_p"), scalar("alpha_n")

@@ -268,7 +268,6 @@ class StagePrograms:
         pool, locations = self._on_one_device(kv), layer_locations(self.steps.groups)
 
         def pool_of(layer: int) -> Any:
-            """Return the abstract pool as a layer with pages receives it."""
             own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, locations[layer], 0)), pool)
             return self._on_one_device(own)
 
@@ -411,7 +410,6 @@ class StagePrograms:
         """
 
         def int32(*shape: int) -> Any:  # a shape stands for an array
-            """Return an abstract array of int32."""
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
         return RaggedBatch(
@@ -435,7 +433,6 @@ class StagePrograms:
         there = NamedSharding(self._one_device, PartitionSpec())
 
         def part(leaf: Any) -> jax.ShapeDtypeStruct:
-            """Return one device's part of an abstract array."""
             shape = leaf.shape if leaf.sharding is None else part_shape(leaf)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
 

@@ -48,7 +48,8 @@ class PixtralProcessor(GridProcessor):
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's placeholder token (10 by default), pixel transform, longest edge and texts that end
-        lines and images. Raises ModelConfigError for an invalid config.json, ModelFileError for missing or invalid settings.
+        lines and images. Raises ModelConfigError for an invalid config.json, ModelFileError for missing or invalid
+        settings.
         """
         super().__init__(model_config)
         self.tokenizer = tokenizer

@@ -43,8 +43,8 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
 
     def read_features(self, folder: Path) -> ConfigFields:
         """Return the settings of samples, and set `loudness`, the root mean square that they get (by default -25 dB),
-        None for that of the sound, and `eps`, which is added to what they are divided by. Raises ModelFileError for settings other than
-        those of the tower, and values out of range.
+        None for that of the sound, and `eps`, which is added to what they are divided by. Raises ModelFileError for
+        settings other than those of the tower, and values out of range.
         """
         hop = self.tower.num_features
         wanted = {"feature_size": 1, "sampling_rate": self.tower.rate, "padding_value": 0.0, "padding_side": "right"}

@@ -69,7 +69,6 @@ def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler:
     """Return a handler that ends a call with this status and message, without reading its message."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-        """End the call by raising grpc's AbortError."""
         await context.abort(code, details)
 
     # A stream handler does not wait for a message.

@@ -188,7 +188,6 @@ def _needs(router: Any, engine: EngineClient) -> list[Any]:
         return []
 
     async def ask() -> None:  # async, as FastAPI runs other functions in a thread
-        """Raise RequestError if the model does not support these routes."""
         needed()
 
     return [Depends(ask)]

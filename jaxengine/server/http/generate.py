@@ -368,7 +368,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         writer = _Writer(body, config, name, model, len(prompt["prompt_token_ids"]))
 
         async def whole() -> Response:
-            """Run the request and return the complete response."""
             last = await last_output(engine.stream(prompt, params, name, options))
             return await written(last, partial(writer.whole, last))
 

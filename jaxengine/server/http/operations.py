@@ -96,8 +96,8 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:
-        """Drop cached images and videos, preprocessed and encoded; running requests keep theirs. Raises
-        EngineDeadError if the engine cannot answer.
+        """Drop cached images and videos, preprocessed and encoded; running requests keep theirs. Returns `success`.
+        Raises EngineDeadError if the engine cannot answer.
         """
         return {"success": bool(await engine.utility("reset_mm_cache"))}
 
@@ -115,15 +115,15 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
         @routes.post("/start_profile")
         async def start_profile(body: ProfileStart = _NO_CHANGES) -> dict[str, bool]:
-            """Start a profile of the engine's process (jax.profiler). Raises RequestError if that is not possible, or
-            for fields of the body, EngineDeadError.
+            """Start a profile of the engine's process (jax.profiler). Returns `success`. Raises RequestError if that is
+            not possible, or for fields of the body, EngineDeadError.
             """
             return {"success": bool(await engine.utility("start_profile"))}
 
         @routes.post("/stop_profile")
         async def stop_profile() -> dict[str, bool]:
-            """Write the profile into profiler_config's folder, on the server's machine. Raises RequestError if none was
-            started, EngineDeadError.
+            """Write the profile into profiler_config's folder, on the server's machine. Returns `success`. Raises
+            RequestError if none was started, EngineDeadError.
             """
             return {"success": bool(await engine.utility("stop_profile"))}
 

@@ -156,7 +156,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         options = body.options(request, config, lora)
 
         async def whole() -> Response:
-            """Run the request and return the response."""
             last = await last_output(engine.stream(prompt, params, name, options))
             return json_response({"choices": [_choice(each, params) for each in last.outputs]})
 

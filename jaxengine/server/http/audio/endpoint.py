@@ -307,7 +307,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         data = bytearray()
 
         async def keep(piece: bytes) -> None:
-            """Append a piece of the file to the data."""
             data.extend(piece)
 
         body = read_request(await read_form(request, keep), request)
@@ -316,12 +315,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         transcript = kind(engine, body, task, name, body.options(request, config))
 
         async def whole() -> Response:
-            """Read the sound and return the complete response."""
             await transcript.begin(bytes(data))
             return await transcript.whole()
 
         async def events() -> AsyncGenerator[bytes, None]:
-            """Read the sound and yield the events of a stream."""
             await transcript.begin(bytes(data))
             async with contextlib.aclosing(transcript.events(model)) as pieces:
                 async for each in pieces:

@@ -114,7 +114,6 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
         """
 
         def listed() -> dict[str, Any]:
-            """Return the requested page of the client's files."""
             found = [each for each in store.files(request.state.owner) if purpose in (None, each["purpose"])]
             return page(iter(found if order == "desc" else found[::-1]), after, limit)
 

@@ -256,7 +256,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             await chat.prepare(ignored)
 
         async def whole() -> Response:
-            """Run the request and return the response."""
             with renaming(body.as_asked):
                 return json_response(cohere_body(await chat.body()))
 

@@ -45,7 +45,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             prompts, params = await _prompts(body, server)
 
         async def whole() -> Response:
-            """Run the prompts and return the response."""
             with renaming(partial(_as_asked, body)):
                 found = await server.answers(prompts, params, body, name, body.options(request, config, lora))
             _check_lengths(body, [len(each.prompt_token_ids) for each in found])

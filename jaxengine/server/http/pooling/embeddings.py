@@ -52,7 +52,6 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         prompts = await server.prompts(body, params)
 
         async def whole() -> Response:
-            """Run the prompts and return the response."""
             given = await server.answers(prompts, params, body, name, body.options(request, config, lora))
 
             def write() -> Response:

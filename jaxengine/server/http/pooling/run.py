@@ -115,7 +115,6 @@ class PoolingServer:
             return self._cut(ids, body, "messages")
 
         async def load() -> dict[str, Any]:
-            """Return the prompt with its media."""
             prompt = {"prompt": text, "prompt_token_ids": ids}
             ready = await self._ready(prompt, parts, "messages", body, body.mm_processor_kwargs)
             return {name: value for name, value in ready.items() if name != "prompt"}  # not a text of the caller's
