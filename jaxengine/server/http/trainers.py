@@ -65,7 +65,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/areal_continue_generation")
     @answers(Done)
     async def areal_continue_generation(body: Nothing) -> dict[str, bool | str]:
-        """Do as /resume. Raises RequestError while the engine sleeps, EngineDeadError."""
+        """Do as /resume. Returns `success` and a `message`. Raises RequestError while the engine sleeps,
+        EngineDeadError.
+        """
         await weights.resume(engine)
         return _done("Generation continued")
 

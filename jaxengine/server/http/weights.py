@@ -90,7 +90,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/resume")
     async def resume() -> dict[str, Any]:
-        """End a pause. Raises RequestError while the engine sleeps, EngineDeadError."""
+        """End a pause. Returns the status "resumed". Raises RequestError while the engine sleeps, EngineDeadError."""
         await weights.resume(engine)
         return {"status": "resumed"}
 

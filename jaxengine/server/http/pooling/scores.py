@@ -33,8 +33,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @answers(Listed[Scored])
     async def score(body: ScoreRequest, request: Request) -> Response:
-        """Return the similarity or relevance of pairs of texts. Raises RequestError, EngineDeadError, and ApiError for
-        an unknown model (404) or a pair without a result.
+        """Return the similarity or relevance of pairs of texts. Raises RequestError, OverloadedError, EngineDeadError,
+        and ApiError for an unknown model (404) or a pair without a result.
         """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("score", request)
@@ -55,8 +55,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Return the top_n documents (all without top_n) by their relevance to a query, the best first. Raises
-        RequestError, also for an empty query, EngineDeadError, and ApiError for an unknown model (404) or a document
-        without a result.
+        RequestError, also for an empty query, OverloadedError, EngineDeadError, and ApiError for an unknown model (404)
+        or a document without a result.
         """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("rerank", request)

@@ -424,7 +424,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """Return a stored response. stream: the events of one that was made with background and stream instead, those
-        after number `starting_after`. Raises ApiError (404) if there is none, RequestError for a stream of another one.
+        after number `starting_after`. Raises ApiError (404) if there is none, RequestError for a stream of another one
+        and for starting_after without stream.
         """
         if starting_after is not None and not stream:
             raise RequestError("starting_after is only allowed with stream=true", param="starting_after")
