@@ -15,7 +15,8 @@ def register_model(architecture: str, model_class: type[CausalLM]) -> None:
     """Register a model class for checkpoints whose config.json names `architecture`, as if it were a built-in family.
 
     It is registered in this process only, in MODELS. Commands, which start further processes, load it as a plugin
-    (EngineConfig.plugins), as does `LLM(plugins=[...])`. Compiled steps of such a model are not cached on disk.
+    (EngineConfig.plugins), as does `LLM(plugins=[...])`. Compiled steps of such a model are cached on disk only
+    if its source is in a file.
 
     Args:
       architecture: entry of "architectures" in config.json; must equal the name of the class.

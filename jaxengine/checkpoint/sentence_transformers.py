@@ -219,7 +219,7 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
 
 
 def _read_dense(folder: Path, path: str) -> Dense:
-    """Return the sizes and activation of a Dense module from its config.json.
+    """Return the sizes and activation of a Dense module from its config.json; by default Tanh, and a bias.
 
     path: path of the module's folder within `folder`. Raises ModelFileError if it has no config.json, and for fields
     that are invalid or not supported.

@@ -136,7 +136,7 @@ def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> Pooli
     """Return the model with bge-m3's tasks about tokens: embeddings of tokens, and weights of tokens.
 
     fields: content of config.json, for hidden_size and the ids of the first and last token, for which there are no
-    results. Raises ModelConfigError for invalid ones.
+    results; by default 1024, 0 and 2. Raises ModelConfigError for invalid ones.
     """
     first, last = fields.integer("bos_token_id", 0, minimum=0), fields.integer("eos_token_id", 2, minimum=0)
     size = fields.integer("hidden_size", 1024)

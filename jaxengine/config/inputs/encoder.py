@@ -66,7 +66,8 @@ class EncoderOptions:
         return int(self.mm_processor_cache_gb * 2**30)
 
     def mm_cache_kind(self, num_api_processes: int) -> str:
-        """Return the kind of cache of preprocessed media to use, one of KINDS.
+        """Return the kind of cache of preprocessed media to use, one of KINDS: OFF without a size, PROCESSOR unless
+        there is one API process, else by mm_processor_cache_type.
 
         num_api_processes: processes besides the engine's; 0 if there is only one process.
         """
