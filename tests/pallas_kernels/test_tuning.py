@@ -15,7 +15,7 @@ from jaxengine.pallas_kernels.attention.hopper.attend import why_not
 from jaxengine.pallas_kernels.attention.hopper.decode import DecodeShape
 from jaxengine.pallas_kernels.attention.hopper.latent import LatentShape
 from jaxengine.pallas_kernels.attention.hopper.prefill import registers as prefill_registers
-from jaxengine.pallas_kernels.attention.hopper.prefill_load import Shape
+from jaxengine.pallas_kernels.attention.hopper.prefill_shape import Shape
 from jaxengine.pallas_kernels.attention.hopper.schedule import head_tiles, prefill_block_q, tiled_heads
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, gathered_by
 from jaxengine.pallas_kernels.attention.tpu.schedule import block_q_of

@@ -62,13 +62,7 @@ _Read = TypeVar("_Read")
 
 
 class _Stage(NamedTuple):
-    """A model, or a pipeline stage of one, that receives new weights.
-
-    Attributes:
-      model: abstract model.
-      mesh: mesh of its devices.
-      params: its leaves; an update replaces entries of this list.
-    """
+    """An abstract model, or pipeline stage of one, its mesh, and its `params`: leaves, which an update replaces."""
 
     model: Any
     mesh: Any

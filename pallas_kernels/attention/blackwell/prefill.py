@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxengine.pallas_kernels.attention.blackwell.sums import columns_of, load_sums, scale_sums
 from jaxengine.pallas_kernels.attention.hopper.prefill import attend_tile, registers, softmax
-from jaxengine.pallas_kernels.attention.hopper.prefill_load import Refs, Shape, Tile, produce, tile_count
+from jaxengine.pallas_kernels.attention.hopper.prefill_load import Refs, Tile, produce, tile_count
+from jaxengine.pallas_kernels.attention.hopper.prefill_shape import Shape
 
 
 def body(shape: Shape, refs: Refs) -> None:

@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxengine.pallas_kernels.attention.hopper.prefill_load import (
     NUM_OPERANDS,
     Refs,
-    Shape,
     Tile,
     load_row,
     part_origin,
@@ -34,6 +33,7 @@ from jaxengine.pallas_kernels.attention.hopper.prefill_load import (
     scratch,
     tile_count,
 )
+from jaxengine.pallas_kernels.attention.hopper.prefill_shape import Shape
 from jaxengine.pallas_kernels.attention.hopper.schedule import PREFILL_TOKEN, PrefillItems, prefill_block_q
 from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages

@@ -1,9 +1,8 @@
-"""Tiles of the Hopper prefill kernel, and the producer warpgroup that loads their data.
+"""Tiles and buffers of the Hopper prefill kernel, and the producer warpgroup that loads their data.
 
-Contains the definition of a tile, the layout of shared memory, and the producer. The producer loads TMA boxes of
-queries, keys and values, one per page (or part of a larger page); keys and values are separate boxes so that scores can
-begin before the values arrive. It also widens one-byte pools and writes zeros to value slots that hold no value. The
-softmax is in prefill.py.
+The producer loads TMA boxes of queries, keys and values, one per page (or part of a larger page); keys and values are
+separate boxes so that scores can begin before the values arrive. It also widens one-byte pools and writes zeros to
+value slots that hold no value. The softmax is in prefill.py.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxengine.pallas_kernels.attention.hopper.prefill_shape import RAW_STAGES, Shape
 from jaxengine.pallas_kernels.attention.hopper.schedule import (
     PREFILL_BEGIN,
     PREFILL_END,
@@ -22,133 +22,8 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
     PREFILL_ROWS,
     PREFILL_SEQ,
     PREFILL_TOKEN,
-    prefill_rows,
 )
-from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
-from jaxengine.pallas_kernels.mosaic_gpu import (
-    BOX_ROWS,
-    SHARED_MEMORY_BYTES,
-    WARPGROUP_ROWS,
-    swizzle_of,
-    tiles,
-)
-
-RAW_STAGES = 2  # buffers for blocks of a one-byte pool: one is being widened while the next arrives
-OUTPUT_COLUMNS = 64  # columns of outputs are stored in multiples of this, 128 bytes
-RESERVED_BYTES = 4096  # shared memory for maxima, sinks, barriers, the compiler's reductions
-
-
-class Shape(NamedTuple):
-    """Compile-time parameters of the prefill kernel, and the buffer sizes that follow from them.
-
-    Attributes:
-      spec: of this device's heads.
-      num_tokens: tokens of queries and outputs: a multiple of 8, at least block_q.
-      page_size, block_q: tokens of a page, and of a tile.
-      dtype, kv_dtype: dtype of queries and outputs, and of the pool.
-      num_ctas: CTAs of the launch.
-      has_sinks: whether attention sinks are given.
-      max_stages: most blocks in shared memory.
-      warpgroup_rows: rows of a tile that a warpgroup computes.
-      tensor_memory: whether products are tcgen05's, with sums in tensor memory, as on Blackwell.
-    """
-
-    spec: AttentionSpec
-    num_tokens: int
-    page_size: int
-    block_q: int
-    dtype: Any
-    kv_dtype: Any
-    num_ctas: int
-    has_sinks: bool
-    max_stages: int
-    warpgroup_rows: int = WARPGROUP_ROWS
-    tensor_memory: bool = False
-
-    @property
-    def tile_rows(self) -> int:
-        """Number of query rows of a tile, over all computing warpgroups."""
-        return prefill_rows(self.spec, 2 * self.warpgroup_rows)
-
-    @property
-    def computing(self) -> int:
-        """Number of warpgroups that compute."""
-        return self.tile_rows // self.warpgroup_rows
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads of a tile, all of one kv head."""
-        return self.tile_rows // self.block_q
-
-    @property
-    def num_groups(self) -> int:
-        """Number of tiles of one item: one per `heads` query heads."""
-        return self.spec.num_q_heads // self.heads
-
-    @property
-    def part(self) -> int:
-        """Number of rows of a warpgroup that are consecutive tokens of one head."""
-        return min(self.block_q, self.warpgroup_rows)
-
-    @property
-    def parts(self) -> int:
-        """Number of `part`-row ranges in a warpgroup's rows, each of consecutive tokens of one head."""
-        return self.warpgroup_rows // self.part
-
-    @property
-    def widens(self) -> bool:
-        """Whether keys and values have to be widened to `dtype` in shared memory before they are multiplied, because
-        the pool has another dtype.
-        """
-        return self.kv_dtype != self.dtype
-
-    @property
-    def block_kv(self) -> int:
-        """Number of keys of a block: 128 if the head dim is at most 128, nothing is widened, tensor memory is not used
-        and the page size divides 128 or is a multiple of it; else 64.
-        """
-        fits = self.spec.head_dim <= 128 and not self.widens and not self.tensor_memory
-        return 128 if fits and (self.page_size % 128 == 0 or 128 % self.page_size == 0) else 64
-
-    @property
-    def box(self) -> int:
-        """Number of keys of a TMA box: a page's, or a block's if pages are larger."""
-        return min(self.block_kv, self.page_size)
-
-    @property
-    def boxes(self) -> int:
-        """Number of TMA boxes that load the keys of a block; its values take as many."""
-        return self.block_kv // self.box
-
-    @property
-    def output_width(self) -> int:
-        """Number of columns of the kernel's output: the head dim rounded up to a multiple of 64, because each of its
-        rows must begin at a multiple of 128 bytes.
-        """
-        return -(-self.spec.head_dim // OUTPUT_COLUMNS) * OUTPUT_COLUMNS
-
-    @property
-    def output_columns(self) -> int:
-        """Number of output columns stored at a time: 32 with tensor memory, else all of them up to 128, else 64."""
-        if self.tensor_memory:
-            return OUTPUT_COLUMNS // 2
-        return OUTPUT_COLUMNS if self.output_width > 2 * OUTPUT_COLUMNS else self.output_width
-
-    @property
-    def stages(self) -> int:
-        """Number of blocks of keys and values that shared memory holds, at most max_stages. Raises ValueError if two do
-        not fit.
-        """
-        head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
-        used = RESERVED_BYTES + self.tile_rows * (head_dim + self.output_columns) * width
-        if self.tensor_memory:
-            used += self.tile_rows * (self.block_kv * width + 8)
-        if self.widens:
-            used += RAW_STAGES * 2 * self.block_kv * head_dim
-        stages = (SHARED_MEMORY_BYTES - used) // (2 * self.block_kv * head_dim * width)
-        if stages < 2:
-            raise ValueError(f"head_dim {head_dim} overflows shared memory on platform 'gpu'")
-        return min(stages, self.max_stages)
+from jaxengine.pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS, swizzle_of, tiles
 
 
 class Refs(NamedTuple):
@@ -156,33 +31,27 @@ class Refs(NamedTuple):
     memory, barriers and, on Blackwell, tensor memory. None for what the shape does not need.
 
     Attributes:
-      q: [T, N, H].
+      q, o: [T, N, H] and [T, N, output_width].
       pool: rows [P * K * 2 * page, H].
-      page_table: i32 [S, W].
-      cu_q_lens: i32 [S + 1].
-      kv_lens: i32 [S].
+      page_table, cu_q_lens, kv_lens: i32 [S, W], [S + 1] and [S].
       items, num_items: i32 [I, ITEM_FIELDS] and i32 [1], see PrefillItems.
       scales: f32 [2 * K] k_scale, then v_scale.
       sinks: f32 [num_groups, tile_rows] in base 2, one per row of a tile.
-      o: [T, N, output_width].
       lse: f32 [I, num_groups, tile_rows].
       q_smem: [tile_rows, H].
       k_smem, v_smem: [stages, block, H].
       o_smem: [tile_rows, output_columns], not tiled: a box may then begin at any row.
       lse_smem, sink_smem: f32 [tile_rows].
-      q_full: barrier per compute warpgroup: its queries have arrived.
-      q_free: barrier per compute warpgroup: it has read them.
-      k_full: barrier per stage: the keys are there to be read.
-      k_free: barrier per stage: all warpgroups have read the keys.
-      v_full, v_free: barriers of the values, as k_full and k_free.
+      q_full, q_free: barriers per compute warpgroup: its queries have arrived; it has read them.
+      k_full, k_free: barriers per stage: the keys are there to be read; all warpgroups have read them.
+      v_full, v_free: as k_full and k_free, of the values.
       raw_full: barriers of values that still need zeros, and of one-byte blocks that still need widening.
       turn: barrier at which the compute warpgroups take turns at the tensor cores; None on Blackwell.
-      raw_smem: [2, block, 2 * H] a one-byte block: keys and values; None unless shape.widens.
+      raw_smem: [RAW_STAGES, 2 * block, H] one-byte keys, then values; None unless shape.widens.
       weight_smem: [tile_rows, block] weights; this and what follows on Blackwell only.
       sums_tmem: f32 [rows, computing * block] products of queries and keys, of each warpgroup.
       o_tmem: f32 [rows, computing * H] weighted sums of values, of each warpgroup.
-      scored: barrier per compute warpgroup: its products of queries and keys are complete.
-      added: barrier per compute warpgroup: its products of weights and values are complete.
+      scored, added: barriers per compute warpgroup: its products with keys, and with values, are complete.
     """
 
     q: Any
@@ -257,16 +126,13 @@ class Tile(NamedTuple):
 
     Attributes:
       item: row of `PrefillItems.items`.
-      group: number of the group of `heads` query heads.
-      kv_head: KV head that these share.
+      group, kv_head: the group's number, and the KV head that it shares.
       seq: row of the page table.
-      token: first token of the tile.
-      num_rows: tokens of the tile.
+      token, position, num_rows: first token of the tile, its position, and the number of tokens.
       load_row: first token to load, divided by 8.
-      position: position of the first token.
       end: one past the last key that any of its tokens sees.
       first_box: first box of the sequence's keys that the tile reads.
-      num_blocks: blocks of keys that the tile reads.
+      num_blocks: blocks of keys that it reads.
     """
 
     item: Any
