@@ -240,7 +240,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         await self.utility("stop_profile")
 
     async def _with_adapter(self, request: LoRARequest, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Load the adapter, yield the outputs, and close `outputs` at the end. Raises the errors of both."""
+        """Load the adapter, yield the outputs, with it as `lora_request`, and close `outputs`. Raises both's errors."""
         await self.add_lora(request)
         async with contextlib.aclosing(cast(AsyncGenerator[Any], outputs)):
             async for output in outputs:

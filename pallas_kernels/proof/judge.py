@@ -116,7 +116,8 @@ def compiled_trial(trial: Trial, compile_kernel: Compiler, compile_plain: Compil
 
 def verdict_of(trial: Trial, *, timed: bool) -> Verdict:
     """Run a compiled trial on random inputs, compare the kernel with plain XLA, and return the verdict. timed: whether
-    to measure both. Never raises: an error of the kernel is the verdict's error, one of plain XLA its note.
+    to measure both. Never raises: an error of the kernel is the verdict's error, one of plain XLA its note, and so is
+    the note of a trial without a case.
     """
     case, mixes, plain, kernel = trial.case, trial.mixes, trial.plain, trial.kernel
     if case is None:
