@@ -374,7 +374,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_url_options(parser)
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message")
-    parser.add_argument("--quick", metavar="TEXT", help="answer this message and leave")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="answer this message and leave")
     shown = "an image (file or address) to send with the first message; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=shown)
     add_options(parser, "sampling options", SamplingParams, SAMPLING_OPTIONS)

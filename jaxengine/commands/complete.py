@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `jaxengine complete` to its parser, with `run` as the function that executes it."""
     add_model(parser)
     add_url_options(parser)
-    parser.add_argument("--quick", metavar="TEXT", help="continue this text and leave")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="continue this text and leave")
     add_options(parser, "sampling options", SamplingParams, SAMPLING_OPTIONS)
     add_engine_options(parser)
     parser.set_defaults(run=run)

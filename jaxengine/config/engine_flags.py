@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config import vllm_options
-from jaxengine.config.base.flexible_parser import Several, json_or_text
+from jaxengine.config.base.flexible_parser import Several, json_or_text, known_spelling
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features import gguf_file
@@ -38,7 +38,14 @@ SHORT = {
     "plugins": "--plugin",
     "kv_cache_memory_bytes": "--kv-cache-memory",
 }
-_SHORT_OF_OTHERS = {"optimization_level": "-O"}
+_DATA_PARALLEL = "rank start_rank size_local address rpc_port backend hybrid_lb external_lb multi_port_external_lb"
+_SHORT_OF_OTHERS = {
+    "optimization_level": "-O",
+    "attention_config": "-ac",
+    "prefill_context_parallel_size": "-pcp",
+    "node_rank": "-r",
+    **{f"data_parallel_{name}": f"-dp{one}" for one, name in zip("nrlapbhem", _DATA_PARALLEL.split(), strict=True)},
+}
 MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id (default: the embedded SmolLM2-135M-Instruct)"
 MODEL = destination(EngineConfig, "model")
 MAX_FILE_BYTES = 1 << 20
@@ -52,11 +59,12 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
     the parser already has is not added again.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
-    add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
+    taken = parser._option_string_actions
+    short = {name: flag for name, flag in SHORT.items() if flag not in taken}
+    add_options(parser, "engine options", EngineConfig, fields if names is None else names, short)
     others = {*vllm_options.NAMES, *CAPTURE_SIZES, gguf_file.NAME}
     if names is not None:
         others = {*ROPE_OPTIONS} if "hf_overrides" in names else set()
-    taken = parser._option_string_actions
     for name in sorted(others):
         flags = [flag for flag in (_SHORT_OF_OTHERS.get(name), flag_of(name)) if flag and flag not in taken]
         if flag_of(name) not in flags:
@@ -87,7 +95,8 @@ def add_model(
     class Once(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             if (first := getattr(namespace, dest, default)) not in (default, values):
-                parser.error(f"the model is given twice, as {first!r} and as {values!r}")
+                other = "" if option_string else "; or an option before it does not exist"
+                parser.error(f"the model is given twice, as {first!r} and as {values!r}{other}")
             setattr(namespace, dest, values)
 
     parser.add_argument("--model", dest=dest, default=default, action=Once, metavar="MODEL", help=help)
@@ -240,7 +249,7 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
     words = []
     for key, value in content.items():
         flag = flag_of(key)
-        action = parser._option_string_actions.get(flag)
+        action = parser._option_string_actions.get(known_spelling(parser, flag))
         if action is None or flag == "--config":
             problem = f"{key!r} in the --config file {path} is not an option of {parser.prog}"
             raise ConfigError.because("config", problem, "--help and docs/options.md have all of them")
@@ -250,7 +259,7 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
             off = flag_of(f"no-{key}")
             words += [flag] if value else [off] if off in parser._option_string_actions else []
         elif isinstance(value, list) and isinstance(action, (argparse._AppendAction, argparse._ExtendAction)):
-            words += [f"{flag}={item}" for item in value]
+            words += [f"{flag}={item if isinstance(item, str) else json.dumps(item)}" for item in value]
         elif isinstance(value, list) and action.nargs is not None:
             words += [flag, *map(str, value)]
         elif isinstance(value, list) and action.type is not None and action.metavar == "INT,INT,...":

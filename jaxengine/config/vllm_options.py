@@ -85,6 +85,7 @@ ELSEWHERE: dict[str, str] = {
     "enable_auto_tool_choice": "jaxengine serve --enable-auto-tool-choice",
     "enable_log_requests": "jaxengine serve --enable-log-requests",
     "grpc": "jaxengine serve --grpc-port",
+    "headless": "jaxengine worker --node-rank",
     "lora_modules": "jaxengine serve --lora-modules",
     "max_log_len": "jaxengine serve --max-log-len",
     "max_num_queued_reqs": "jaxengine serve --max-num-queued-reqs",
@@ -121,7 +122,6 @@ _SWITCHES = """
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
     allow_credentials disable_fastapi_docs enable_log_outputs enable_ssl_refresh
-    headless
 """
 _UNSET = """
     additional_config attention_config
@@ -217,7 +217,7 @@ _HARMLESS_SWITCHES = """
     use_tqdm_on_load use_v2_block_manager
     disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
     enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_scale_out
-    enable_server_load_tracking log_error_stack trust_request_mm_kwargs
+    enable_server_load_tracking grpc headless log_error_stack trust_request_mm_kwargs
 """
 NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
 

@@ -56,13 +56,14 @@ GROUPS: dict[str, str] = {
 }
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z]+)\.([^=]+)(?:=(.*))?", re.DOTALL)
 _HELP = "--help="
+_OPPOSITES = {"--enable-": "--no-disable-", "--disable-": "--no-enable-"}
 _OF_PYTHON = {"True": True, "False": False, "None": None}
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """ArgumentParser that accepts vLLM's spellings of options.
 
-    - Flags may be written with underscores or hyphens.
+    - Flags may be written with underscores or hyphens, and --no-enable-x as --disable-x.
     - `--OPTION.key.other VALUE` sets one key of an option that takes a dict, and `--OPTION.key+ VALUE` appends to a
       list. Values are JSON, or else text. Several such arguments are merged with each other and with the option itself.
     - `--help=WORD` shows the options that contain a word, the options of a group (`--help=CacheConfig`), the names of
@@ -85,7 +86,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 self._print_message(self.help_about(word.removeprefix(_HELP)), sys.stdout)
                 self.exit()
         if not has_commands:
-            words = self._merge_dotted([self._known_spelling(word) for word in words[:end]]) + words[end:]
+            words = self._merge_dotted([known_spelling(self, word) for word in words[:end]]) + words[end:]
         return super().parse_known_args(words, namespace)
 
     def help_about(self, word: str) -> str:
@@ -125,18 +126,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         for title, names in GROUPS.items():
             groups[title] = [by_name[name] for name in names.split() if name in by_name]
         return groups
-
-    def _known_spelling(self, word: str) -> str:
-        """Return an argument with its flag in the spelling with which the option was added.
-
-        Underscores and hyphens are equivalent before the first dot or equals sign. Unknown flags, and arguments that
-        are not flags, are returned unchanged.
-        """
-        found = re.match(r"--[A-Za-z][\w-]*", word)
-        if found is None or found[0] in self._option_string_actions:
-            return word
-        others = ("--" + found[0][2:].replace(*pair) for pair in (("_", "-"), ("-", "_")))
-        return next((each for each in others if each in self._option_string_actions), found[0]) + word[found.end() :]
 
     def _merge_dotted(self, words: list[str]) -> list[str]:
         """Return the arguments with all `--OPTION.key VALUE` of an option replaced by one `--OPTION=JSON` at the end.
@@ -184,6 +173,21 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 self.error(f"argument {word}: {last} has a value that is not a list")
             value = [*first, *(value if isinstance(value, list) else [value])]
         target[last] = value
+
+
+def known_spelling(parser: argparse.ArgumentParser, word: str) -> str:
+    """Return an argument with its flag in the spelling with which the option was added to `parser`.
+
+    Underscores and hyphens are equivalent before the first dot or equals sign, and --disable-x is --no-enable-x, as
+    --enable-x is --no-disable-x. Unknown flags, and arguments that are not flags, are returned unchanged.
+    """
+    found = re.match(r"--[A-Za-z][\w-]*", word)
+    if found is None or found[0] in parser._option_string_actions:
+        return word
+    name = "--" + found[0][2:].replace("_", "-")
+    others = [name, "--" + name[2:].replace("-", "_")]
+    others += [off + name.removeprefix(on) for on, off in _OPPOSITES.items() if name.startswith(on)]
+    return next((each for each in others if each in parser._option_string_actions), found[0]) + word[found.end() :]
 
 
 def names_of(action: argparse.Action) -> list[str]:

@@ -29,6 +29,13 @@ def test_the_model_is_a_word_or_an_option(command):
     assert parse(f"{command} --max-num-seqs 4 a/b") == {"max_num_seqs": 4, "model": "a/b"}
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_q_is_a_quick_message_where_the_command_takes_one(command):
+    args = PARSER.parse_args([command, "a/b", "-q", "Hi"])
+    assert args.quick == "Hi" and given_options(args, EngineConfig) == {"model": "a/b"}
+    assert parse("serve a/b -q fp8") == {"model": "a/b", "quantization": "fp8"}
+
+
 def test_check_and_convert_take_the_model_as_a_word():
     assert PARSER.parse_args(["check", "llama-3.1-8b"]).model == "llama-3.1-8b"
     args = PARSER.parse_args(["convert", "a/b", "out"])
@@ -40,6 +47,12 @@ def test_two_models_are_refused(line, capsys):
     with pytest.raises(SystemExit):
         parse(line)
     assert "the model is given twice" in capsys.readouterr().err
+
+
+def test_a_word_after_an_unknown_option_is_not_said_to_be_a_second_model_for_certain(capsys):
+    with pytest.raises(SystemExit):
+        parse("run-batch -i a -o b --model c/d --max-inflight 8")
+    assert "as 'c/d' and as '8'; or an option before it does not exist" in capsys.readouterr().err
 
 
 def test_generate_takes_a_first_word_that_names_a_model(tmp_path):
@@ -191,6 +204,11 @@ def test_a_file_of_options_and_the_command_line_before_it(tmp_path):
     given = parse(f"serve c/d --config={path} --max-num-seqs 9 --api-key k3 --enable-prefix-caching --no-enforce-eager")
     changed = {"model": "c/d", "max_num_seqs": 9, "api_key": ["k3"]}
     assert given == {**read, **changed, "enable_prefix_caching": True, "enforce_eager": False}
+
+
+def test_a_file_has_vllms_spellings_and_dicts_in_lists(tmp_path):
+    path = write(tmp_path, "disable_prefix_caching: true\ndisable-chunked-prefill: false\nlora-modules: [{name: a}]")
+    assert parse(f"serve --config {path}") == {"enable_prefix_caching": False, "lora_modules": ['{"name": "a"}']}
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench latency", "check"])

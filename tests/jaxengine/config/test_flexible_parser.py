@@ -40,6 +40,9 @@ PARSER = build_parser()
         ("--hf-overrides.architectures+ A", "hf_overrides", {"architectures": ["A"]}),
         ("--override-generation-config.top_p 0.5", "override_generation_config", {"top_p": 0.5}),
         ("--max_model_len 16", "max_model_len", 16),
+        ("--disable-prefix-caching", "enable_prefix_caching", False),
+        ("--disable_prefix_caching", "enable_prefix_caching", False),
+        ("--enable-hybrid-kv-cache-manager", "disable_hybrid_kv_cache_manager", False),
         ("-O3", "optimization_level", 3),
         ("-cc 3", "compilation_config", 3),
     ],
@@ -60,6 +63,7 @@ def test_dotted_keys_make_one_dict(line, option, value):
     [
         ("--speculative-config.method", "expected one argument"),
         ("--speculative-konfig.method ngram", "unrecognized arguments"),
+        ("--disable-enforce-eager", "unrecognized arguments"),
         ("--speculative-config.a 1 --speculative-config.a.b 2", "a has a value of its own"),
         ("--speculative-config.a 1 --speculative-config.a+ 2", "a has a value that is not a list"),
         ("--help=nothing-like-it", "--help=listgroup has the groups"),
