@@ -32,11 +32,13 @@ MODULES: dict[str, str] = {
         "SpeculativeConfig=jaxengine.config.features.speculation: "
         "StructuredOutputsConfig=jaxengine.config.features.structured_outputs_config:"
     ),
+    "config.compilation": "CompilationConfig CompilationLevel CompilationMode",
     "distributed": "cleanup_dist_env_and_memory=jaxengine.api.example_helpers:",
     "engine.arg_utils": "EngineArgs AsyncEngineArgs",
     "engine.async_llm_engine": "AsyncLLMEngine",
     "engine.llm_engine": "LLMEngine",
     "entrypoints.llm": "LLM",
+    "exceptions": "VLLMValidationError=jaxengine:RequestError",
     "inputs": _INPUTS,
     "inputs.data": _INPUTS,
     "logger": "init_logger=logging:getLogger",
@@ -88,6 +90,7 @@ NOT_BUILT: dict[str, str] = {
     "distributed": "exchanges of devices are XLA's; kv_transfer_config hands KV pages over, update_weights weights",
     "engine": _SEE,
     "entrypoints": "jaxengine serve runs the server; jaxengine.server.ray_serve runs it in Ray Serve",
+    "exceptions": "RequestError is that of a bad request",
     "env_override": "no engine option is read from the environment",
     "envs": "no engine option is read from the environment",
     "forward_context": "jaxengine.register_model adds a model of your own",

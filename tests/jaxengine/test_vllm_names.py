@@ -84,6 +84,7 @@ def test_every_public_name_is_found():
     for name in jaxengine.__all__:
         assert getattr(jaxengine, name) is not None
     assert jaxengine.AsyncEngineArgs is jaxengine.EngineArgs and jaxengine.AsyncLLMEngine is jaxengine.AsyncLLM
+    assert import_module("jaxengine.exceptions").VLLMValidationError is jaxengine.RequestError
 
 
 @each_row(
@@ -117,6 +118,7 @@ def test_other_ways_to_import(statement):
         ("from jaxengine.utils import random_uuid", "standard library"),
         ("from jaxengine.platforms.cuda import CudaPlatform", "jax.devices"),
         ("from jaxengine.sampling_params import Logprobs", "docs/sampling_params.md"),
+        ("from jaxengine.exceptions import LoRAAdapterNotFoundError", "RequestError is that of a bad request"),
     ],
 )
 def test_what_is_not_built_says_what_there_is(statement, said):
