@@ -116,14 +116,20 @@ def content_of(given: Any, name: str, reader: MediaReader) -> Side:
     return given
 
 
-def pair_prompt(inputs: InputProcessor, query: Side, document: Side, chat_template: str | None = None) -> Any:
+def pair_prompt(
+    inputs: InputProcessor,
+    query: Side,
+    document: Side,
+    chat_template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Any:
     """Return a cross-encoder's prompt for a pair of texts, as a str or as a list of token ids.
 
     With `chat_template` or the engine's option it is the text that the template returns for the messages. Otherwise the
     text "rerank" of a GGUF file is written with both in their places; an encoder's tokenizer joins both to token ids; a
     model whose files say that it takes messages gets token ids by its own template; any other gets both texts, one
-    after the other. Raises RequestError without a tokenizer, for a model that does not have exactly one label, for a
-    Content, and if the template fails.
+    after the other. variables: those of the template. Raises RequestError without a tokenizer, for a model that does
+    not have exactly one label, for a Content, for variables without a template, and if the template fails.
     """
     if isinstance(query, Content) or isinstance(document, Content):
         problem = "images and videos are scored by models that embed the two sides apart; this one reads both together"
@@ -136,19 +142,34 @@ def pair_prompt(inputs: InputProcessor, query: Side, document: Side, chat_templa
             f"the model has {num_labels} labels; a model that scores pairs of texts has 1", param="model"
         )
     template, tokenizer = chat_template or inputs.config.chat_template, inputs.require_tokenizer()
-    named = tokenizer.chat_template
-    if template is None and isinstance(named, dict) and _PLACE.search(text := named.get("rerank", "")):
-        places = {"query": query, "document": document}
-        return tokenizer.encode(_PLACE.sub(lambda place: places[place[1]], text), add_special_tokens=False)
-    if template is None and model.token_rows is not None:
-        return tokenizer.encode_pair(query, document, model.token_rows if model.has_token_types else 0)
-    if template is None and not model.reads_messages:
-        return query + document
+    if template is None:
+        named, plain = tokenizer.chat_template, None
+        if isinstance(named, dict) and _PLACE.search(text := named.get("rerank", "")):
+            places = {"query": query, "document": document}
+            plain = tokenizer.encode(_PLACE.sub(lambda place: places[place[1]], text), add_special_tokens=False)
+        elif model.token_rows is not None:
+            plain = tokenizer.encode_pair(query, document, model.token_rows if model.has_token_types else 0)
+        elif not model.reads_messages:
+            plain = query + document
+        if plain is not None:
+            refuse_variables(variables)
+            return plain
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
     text = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=False, continue_final_message=False, chat_template=template
+        messages,
+        add_generation_prompt=False,
+        continue_final_message=False,
+        chat_template=template,
+        chat_template_kwargs=variables,
     )
     return text if template is not None else tokenizer.encode(text, add_special_tokens=False)
+
+
+def refuse_variables(variables: Mapping[str, Any] | None) -> None:
+    """Raise RequestError for variables of a chat template, for prompts that none makes."""
+    if variables:
+        param = "instruction" if "instruction" in variables else "chat_template_kwargs"
+        raise RequestError(f"{param} is a variable of a chat template, which this model's prompts lack", param=param)
 
 
 def reads_apart(model: PoolingModel) -> bool:

@@ -453,9 +453,9 @@ def _read_matryoshka(fields: ConfigFields) -> tuple[int, ...] | None:
     """Return the sizes to which embeddings may be truncated; () for any size, None if they may not be. Raises
     ModelConfigError for sizes that are not integers from 1 to MAX_HIDDEN.
     """
-    sizes = fields.value("matryoshka_dimensions", None)
+    sizes, any_size = fields.value("matryoshka_dimensions", None), fields.boolean("is_matryoshka", False)
     if sizes is None:
-        return () if fields.boolean("is_matryoshka", False) else None
+        return () if any_size else None
     if not isinstance(sizes, (list, tuple)) or not all(type(size) is int and 1 <= size <= MAX_HIDDEN for size in sizes):
         raise fields.fail("matryoshka_dimensions", f"a list of sizes from 1 to {MAX_HIDDEN}")
     return tuple(sizes)

@@ -335,6 +335,7 @@ def test_dimensions_that_no_embedding_has_are_refused_at_start(encoder_folder):
         assert opened(name, width) == width
         with pytest.raises(ConfigError, match=f"pooler_config.dimensions is {width + 1}; allowed: 1 to {width}"):
             opened(name, width + 1)
+        assert opened(name, 4, matryoshka_dimensions=[4, 8]) == 4  # next to is_matryoshka, which it makes superfluous
         with pytest.raises(ModelFileError, match=f"matryoshka_dimensions must be at most {width}"):
             opened(name, 4, matryoshka_dimensions=[4, width + 1])
 

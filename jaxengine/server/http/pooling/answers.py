@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field
 
@@ -54,8 +54,8 @@ class Listed(Answer, Generic[Entry]):
 
 
 class Document(Answer):
-    text: str
-    multi_modal: None
+    text: str | None
+    multi_modal: list[dict[str, Any]] | None
 
 
 class ApiVersion(Answer):

@@ -16,20 +16,12 @@ from jaxengine.server.http.request.protocol import HINTS, NamedRequest
 
 # A text, an object with a content, or a list of these.
 Sides = str | dict[str, Any] | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
-# A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
-Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "padding": ("do_not_pad",),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "media_io_kwargs": ({},),
-}
-# Refused fields of score requests, whose prompts use no chat template.
-_SCORES_REFUSED: dict[str, tuple[Any, ...]] = {
-    **_REFUSED,
-    "chat_template_kwargs": ({},),
-    "instruction": (),
 }
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -284,12 +276,20 @@ class PairsBody(PoolingBody):
     Attributes:
       max_tokens_per_query, max_tokens_per_doc: number of tokens, without special ones, to which each text of the first
         and of the second side is cut before pairs are made; 0 or none: whole texts.
+      instruction, chat_template_kwargs: variables of the chat template that makes the prompt of a pair; refused where
+        none does.
     """
-
-    refused = _SCORES_REFUSED
 
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None
+    instruction: str | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template. The instruction in chat_template_kwargs counts, if there is one."""
+        named = {} if self.instruction is None else {"instruction": self.instruction}
+        return {**named, **(self.chat_template_kwargs or {})}
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
@@ -337,17 +337,17 @@ class RerankRequest(PairsBody):
 
     Attributes:
       query: a text, or an object with a `content`.
-      documents: texts, or objects with a "text" or a `content`.
+      documents: texts, or objects with a "text" or a `content`; or one of these.
       top_n: number of best results to return; 0 or none: all.
       return_documents: whether results include the texts; default true.
       sides: names of the two fields with texts, as in ScoreRequest.
     """
 
     sides: ClassVar[tuple[str, str]] = ("query", "documents")
-    refused = {**_SCORES_REFUSED, "max_chunks_per_doc": (), "rank_fields": ()}
+    refused = {**_REFUSED, "max_chunks_per_doc": (), "rank_fields": ()}
 
     query: str | dict[str, Any]
-    documents: Documents
+    documents: Sides
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -362,7 +362,8 @@ class RerankRequest(PairsBody):
         """Return the texts of the documents, and those with a `content` as they are, in order. Raises RequestError if
         there are no documents, or one has neither a content nor a text, or an empty one.
         """
-        found = [each if isinstance(each, str) or "content" in each else each.get("text") for each in self.documents]
+        given = self.documents if isinstance(self.documents, list) else [self.documents]
+        found = [each if isinstance(each, str) or "content" in each else each.get("text") for each in given]
         if not found or not all(isinstance(text, (str, dict)) and text for text in found):
             problem = "documents must be texts, or objects with a text, none of them empty, got"
             raise RequestError(f"{problem} {show_value(self.documents)}", param="documents")

@@ -157,8 +157,7 @@ class PoolingServer:
         allow; OverloadedError.
         """
         inputs, variables = self.engine.inputs, body.chat_template_kwargs
-        if variables and not self.config.chat_template_kwargs_allowed:
-            raise RequestError("chat_template_kwargs are not allowed by this server", param="chat_template_kwargs")
+        self._check_variables(variables)
 
         def render() -> list[str]:
             """Return the text of the conversation, alone in a list."""
@@ -179,6 +178,11 @@ class PoolingServer:
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode(rendered, add_special_tokens=special, param="messages", cut_side=side)
         return rendered[0], ids
+
+    def _check_variables(self, variables: Mapping[str, Any] | None) -> None:
+        """Raise RequestError for a request's variables of the chat template that the server does not allow."""
+        if variables and not self.config.chat_template_kwargs_allowed:
+            raise RequestError("chat_template_kwargs are not allowed by this server", param="chat_template_kwargs")
 
     async def encode_given(
         self,
@@ -230,6 +234,7 @@ class PoolingServer:
         may be in all of them; OverloadedError if too many requests wait.
         """
         inputs, most = self.engine.inputs, self.config.max_request_bytes
+        self._check_variables(body.chat_template_kwargs)
         lengths = [sum(len(each) for each in pair if isinstance(each, str)) for pair in pairs]
         if sum(lengths) > most:
             problem = f"the pairs have {sum(lengths)} characters together; allowed: {most} (max_request_bytes)"
@@ -239,7 +244,7 @@ class PoolingServer:
 
         def made() -> list[str | list[int]]:
             """Return the prompts of all pairs, those of token ids as `_cut` leaves them."""
-            prompts = (pair_prompt(inputs, *pair) for pair in pairs)
+            prompts = (pair_prompt(inputs, *pair, variables=body.variables) for pair in pairs)
             return [each if isinstance(each, str) else self._cut(each, body, body.sides[1]) for each in prompts]
 
         return await self._encoder.run(made)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.api.scoring import Side, by_role, pairs_of, reads_apart, role_params
+from jaxengine.api.scoring import Side, by_role, pairs_of, reads_apart, refuse_variables, role_params
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.listwise import list_prompts, list_scores, refuse_cut
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
@@ -90,8 +90,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _shown(document: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the field with a document in the response: "text", or "multi_modal" for one with a content."""
-    return {"text": document} if isinstance(document, str) else {"multi_modal": document}
+    """Return the field with a document in the response: "text", or "multi_modal" with the parts of a content."""
+    return {"text": document} if isinstance(document, str) else {"multi_modal": document["content"]}
 
 
 def _check_number(sides: Sequence[Any], body: ScoreRequest | RerankRequest, config: ServerConfig) -> None:
@@ -116,9 +116,12 @@ async def _scores(
     once; truncation of it is refused with RequestError.
 
     body: request whose truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine.
-    Raises the errors of PoolingServer.encode_pairs and `answers`.
+    Raises the errors of PoolingServer.encode_pairs and `answers`, and of `refuse_variables` for prompts of single texts
+    and of lists.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
+    if model.reads_lists or reads_apart(model):
+        refuse_variables(body.variables)
     pairs = await server.shortened(pairs, body)
     if model.reads_lists:
         refuse_cut(params, body.truncate_prompt_tokens)

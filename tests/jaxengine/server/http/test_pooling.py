@@ -389,9 +389,12 @@ async def test_other_paths_stay(app, scoring_app):
         ("/pooling", {"input": "w5", "task": "classify"}, "task", "task is 'classify'; allowed: embed"),
         ("/classify", {"input": "w5"}, "task", "task is 'classify'; allowed: embed"),
         ("/rerank", {"query": "w5", "documents": []}, "documents", "documents must be texts"),
+        ("/rerank", {"query": "w5", "documents": ""}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": [{"image": "w5"}]}, "documents", "documents must be texts"),
         ("/rerank", {"query": "w5", "documents": ["w5"], "top_n": -1}, "top_n", "top_n is -1"),
         ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "text_1", "as many of both, or one in text_1"),
+        ("/score", {"text_1": "w5", "text_2": "w7", "instruction": "w8"}, "instruction", "prompts lack"),
+        ("/rerank", {"query": "w5", "documents": ["w7"], "instruction": "w8"}, "instruction", "prompts lack"),
     ],
 )
 async def test_what_is_wrong_is_said(app, path, fields, param, problem):
