@@ -121,6 +121,7 @@ HELP = {
     "jaxengine:kv_offload_disk_bad_files": "Damaged files of KV pages, which were removed.",
     "jaxengine:kv_offload_disk_failed_writes": "KV pages that could not be written to the folder.",
     "vllm:prompt_tokens_cached": "Prompt tokens that were found in the prefix cache at a request's first admission.",
+    "vllm:prompt_tokens_cached_by_source": "Prompt tokens that were found in the pool, or brought into it.",
     "vllm:prompt_tokens_by_source": "Prompt tokens that were computed, found in the pool, or brought into it.",
     "vllm:rl_weight_update_operation_duration_seconds": "Time to read new weights and to switch to them.",
     "vllm:sleep_mode_operation_duration_seconds": "Time to go to sleep, and to wake up.",
@@ -261,12 +262,18 @@ class Metrics:
             "jaxengine:page_slots_empty": counts.page_slots_empty,
         }.items():
             yield Counter(name, value)
-        for source, count in {
-            "local_compute": requests.num_prompt_tokens - requests.num_cached_tokens,
-            "local_cache_hit": requests.num_cached_tokens - requests.num_external_tokens,
-            "external_kv_transfer": requests.num_external_tokens,
+        external = requests.num_external_tokens
+        local = requests.num_cached_tokens - external
+        for name, counted in {
+            "vllm:prompt_tokens_by_source": {
+                "local_compute": requests.num_prompt_tokens - requests.num_cached_tokens,
+                "local_cache_hit": local,
+                "external_kv_transfer": external,
+            },
+            "vllm:prompt_tokens_cached_by_source": {"device": local, "external_unspecified": external},
         }.items():
-            yield Counter("vllm:prompt_tokens_by_source", count, {"source": source})
+            for source, count in counted.items():
+                yield Counter(name, count, {"source": source})
         for reason, count in requests.finished.items():
             yield Counter("vllm:request_success", count, {"finished_reason": reason.value})
         for part in ("schedule", "dispatch", "wait", "update"):

@@ -181,6 +181,8 @@ async def test_what_was_asked_for_is_what_was_counted(served):
     assert grew("vllm:prompt_tokens_total") == grew("vllm:prompt_tokens_by_source_total") == 90 * num_requests
     cached = by_label("vllm:prompt_tokens_by_source_total", source="local_cache_hit")
     assert cached == grew("vllm:prompt_tokens_cached_total") > 0
+    assert by_label("vllm:prompt_tokens_cached_by_source_total", source="device") == cached
+    assert by_label("vllm:prompt_tokens_cached_by_source_total", source="external_unspecified") == 0
     generated = grew("vllm:generation_tokens_total")
     assert generated >= 12 * 100 + 6 * 5 + 1 + 1
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
