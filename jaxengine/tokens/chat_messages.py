@@ -31,6 +31,9 @@ REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 # Nesting depth of arguments in a message: tool_calls, the call, function, arguments.
 _ARGUMENTS_DEPTH = 4
 _INSTRUCTING = ("system", "developer")
+# Claude Code's line for Anthropic's accounting, which vLLM leaves out too: its hash differs from request to request, so
+# no prefix after it could be cached.
+ACCOUNTS = "x-anthropic-billing-header"
 _KNOWS_DEVELOPER = re.compile(r"""['"]developer['"]""")
 _ASKS_FOR_NONE = re.compile(r"""\bcontent\b['"]?\]?\s+is\s+(?:not\s+)?none\b""", re.IGNORECASE)
 
@@ -44,13 +47,17 @@ def checked_messages(messages: Any, joint: str | None = None) -> list[Message]:
     without empty parts. If that is None, a list of several text parts stays a list, for the template may write parts
     one after the other, except in messages of tools, whose texts are joined by line breaks; a list of a single part, or
     none, becomes a text. A list with parts of MEDIA_TYPES, THINKING or LANGUAGE stays a list. Reasoning under any of
-    REASONING_NAMES is stored under all of them, and a refusal becomes the content where that is missing.
+    REASONING_NAMES is stored under all of them, and a refusal becomes the content where that is missing. Instructions
+    lose a first line with ACCOUNTS, and are left out if they have nothing else.
 
     Raises RequestError(param="messages") for invalid messages.
     """
-    if not isinstance(messages, (list, tuple)) or not messages:
+    given = messages if isinstance(messages, (list, tuple)) else ()
+    checked = [_checked_message(message, f"messages[{number}]", joint) for number, message in enumerate(given)]
+    checked = [each for each in checked if each["role"] not in _INSTRUCTING or {"content", "tool_calls"} & {*each}]
+    if not checked:
         raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)
-    return [_checked_message(message, f"messages[{number}]", joint) for number, message in enumerate(messages)]
+    return checked
 
 
 def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
@@ -184,8 +191,8 @@ def kind(value: Any) -> str:
 def _checked_message(message: Any, where: str, joint: str | None) -> Message:
     """Check one message and return a copy without None values. Reasoning is stored under all REASONING_NAMES. A refusal
     takes the place of a missing content; an answer that has neither calls nor reasoning gets the content "". Content
-    parts are joined as in `checked_messages`. where: path of the message in errors. Raises RequestError for an invalid
-    message.
+    parts are joined as in `checked_messages`. An instruction has no content if it has nothing but a line with ACCOUNTS.
+    where: path of the message in errors. Raises RequestError for an invalid message.
     """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
@@ -203,13 +210,19 @@ def _checked_message(message: Any, where: str, joint: str | None) -> Message:
         content = ""
     if isinstance(content, (list, tuple)):
         parts = [_checked_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+        if role in _INSTRUCTING:
+            parts = [part for part in map(_without_accounts, parts) if part is not None]
         texts = [part["text"] for part in parts if "text" in part]
-        if len(texts) < len(parts) or (joint is None and len(parts) > 1 and role != "tool"):
+        if content and not parts:
+            content = None
+        elif len(texts) < len(parts) or (joint is None and len(parts) > 1 and role != "tool"):
             content = parts
         else:
             content = ("\n" if joint is None else joint).join(filter(None, texts))
     elif content is not None and not isinstance(content, str):
         raise _refused(f"{where}.content must be a text or a list of text parts, got {kind(content)}", content)
+    elif content and role in _INSTRUCTING:
+        content = (_without_accounts({"text": content}) or {}).get("text")
     checked = plain({**message, "content": content, "tool_calls": calls}, "messages")
     # Templates print None as "None", but handle a missing key.
     checked = {key: value for key, value in checked.items() if value is not None}
@@ -217,6 +230,14 @@ def _checked_message(message: Any, where: str, joint: str | None) -> Message:
         counts = next(checked[name] for name in REASONING_NAMES if name in checked)
         checked |= dict.fromkeys(REASONING_NAMES, counts)
     return checked
+
+
+def _without_accounts(part: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a part of an instruction without a first line with ACCOUNTS; None if nothing else is in it."""
+    if not part.get("text", "").startswith(ACCOUNTS):
+        return part
+    rest = part["text"].partition("\n")[2]
+    return {**part, "text": rest} if rest else None
 
 
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:

@@ -255,14 +255,8 @@ class Tokenizer:
     ) -> str:
         """Return the prompt text of a conversation, to be encoded with add_special_tokens=False.
 
-        messages: dicts with role and content. add_generation_prompt: whether the text ends with the beginning of an
-        answer. continue_final_message: whether it ends with the last message's text; must not be combined with
-        add_generation_prompt. tools: JSON-schema dicts, or None. chat_template: Jinja source or the name of one of the
-        model's templates; None for the model's default. chat_template_kwargs, variables: additional variables of the
-        template; the former also allows names of arguments. placeholder: function that returns the text for "image",
-        "video" or "audio" in templates that take only text; None for a text-only model. content_format: "string",
-        "openai" or "auto", as of content_format.with_contents; None for that of this tokenizer.
-        chat_template.render_chat describes details.
+        Arguments are those of chat_template.render_chat; `variables` and chat_template_kwargs are variables of the
+        template, of which the latter may have names of arguments. content_format: None for that of this tokenizer.
 
         Special tokens written in messages, tools and variables become their ids, except in Mistral AI's own formats,
         where the text has the character mistral.dialect.GUARD in them, which is not encoded.

@@ -14,6 +14,7 @@ from typing import Any
 from jaxengine.media.parts import PlacedPart
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.messages.tools import CHANGES
+from jaxengine.tokens.chat_messages import ACCOUNTS
 
 ROLES = ("user", "assistant", "system")
 # Types of blocks that each role may have.
@@ -25,9 +26,6 @@ _BLOCKS = {
 # Types of blocks in an assistant's message that are left out: thinking that only Anthropic can decrypt, and calls that
 # its server has executed, with their results.
 _LEFT_OUT = re.compile(r"redacted_thinking|server_tool_use|(?!tool_result)[a-z_]{1,64}_tool_result")
-# Claude Code's line for Anthropic's accounting, which vLLM leaves out too: its hash differs from request to request, so
-# no prefix after it could be cached.
-_ACCOUNTS = "x-anthropic-billing-header"
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,7 +43,7 @@ def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, A
 
 
 def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield, once each, names of what has no effect: first "messages." with _ACCOUNTS for accounting lines of system
+    """Yield, once each, names of what has no effect: first "messages." with ACCOUNTS for accounting lines of system
     messages, then, for parts of blocks, "messages.cache_control", "messages.is_error" and "messages.TYPE", where TYPE
     is that of a block that is left out. Names of what is in `system` begin with "system." instead. Arguments are those
     of `read_messages`.
@@ -57,7 +55,7 @@ def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str,
         own = [("messages", block) for block in content] if isinstance(content, list) else []
         blocks += own
         instructions += [("messages", content), *own] if message.get("role") == "system" else []
-    yield from dict.fromkeys(f"{place}.{_ACCOUNTS}" for place, one in instructions if _is_for_accounts(one))
+    yield from dict.fromkeys(f"{place}.{ACCOUNTS}" for place, one in instructions if _is_for_accounts(one))
     found = dict.fromkeys(
         (place, key)
         for place, block in blocks
@@ -69,20 +67,18 @@ def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str,
 
 
 def _is_for_accounts(block: Any) -> bool:
-    """Whether an instruction, a text or a text block, is the line for Anthropic's accounting."""
+    """Whether an instruction, a text or a text block, begins with the line for Anthropic's accounting."""
     text = block.get("text") if isinstance(block, dict) else block
-    return isinstance(text, str) and text.startswith(_ACCOUNTS)
+    return isinstance(text, str) and text.startswith(ACCOUNTS)
 
 
 def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
-    """Return the chat messages for the content of one message: one or more, but [] for a system message that has
-    nothing but accounting lines (`_is_for_accounts`).
+    """Return the chat messages for the content of one message.
 
     role: one of ROLES. where: path of the content, for errors. Raises RequestError for content that is not allowed.
     """
     if isinstance(content, str):
-        left_out = role == "system" and _is_for_accounts(content)
-        return [] if left_out else [{"role": role, "content": content}]
+        return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise _refused(f"{where} must be a text or a list of blocks")
     return _blocks(role, content, where)
@@ -91,8 +87,7 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Convert the blocks of a message to chat messages: one for each tool result, then one with all other blocks. The
     latter is omitted if there are only tool results, or if no block of a system message is left. Left out are the
-    assistant's blocks of a type in _LEFT_OUT, and accounting lines and changes of tools (tools.CHANGES, not checked
-    here) of a system message.
+    assistant's blocks of a type in _LEFT_OUT, and a system message's changes of tools (tools.CHANGES, unchecked here).
 
     role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.
@@ -108,7 +103,7 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
         allowed = (*_BLOCKS[role], *(CHANGES if role == "system" and where != "system" else ()))
         if kind not in allowed:
             raise _refused(f"{place}.type is {show_value(kind)}; allowed for {role}: {', '.join(allowed)}")
-        if kind in CHANGES or (role == "system" and _is_for_accounts(block)):
+        if kind in CHANGES:
             continue
         if kind in ("text", "image"):
             parts.append(_part(block, place))

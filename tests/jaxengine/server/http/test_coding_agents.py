@@ -190,6 +190,14 @@ async def test_the_line_for_anthropics_accounts_is_no_part_of_a_prompt(scripted)
     # What a user or a model writes stays.
     await post(app, "/v1/messages", messages=[{"role": "user", "content": [block]}], max_tokens=5)
     assert line in engine.calls[-1][0]["prompt"]
+    # Proxies send it to chat completions, and before the instructions in one text.
+    both = {"role": "system", "content": f"{line}\nBe"}
+    await post(app, "/v1/messages", system=both["content"], messages=[brief], max_tokens=5)
+    for system in (both, {**both, "content": [block, {"type": "text", "text": "Be"}]}, {**both, "content": line}):
+        await post(app, "/v1/chat/completions", messages=[system, brief], max_tokens=5)
+    assert [each[0]["prompt"] for each in engine.calls[-4:]] == [prompts[1]] * 3 + [prompts[0]]
+    alone = await post(app, "/v1/chat/completions", messages=[{**both, "content": line}], max_tokens=5)
+    assert alone.status == 400 and alone.error["param"] == "messages"
 
 
 SEARCH, ANTHROPIC_SEARCH = {"type": "web_search"}, {"type": "web_search_20250305", "name": "web_search"}
