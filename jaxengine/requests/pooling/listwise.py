@@ -24,7 +24,7 @@ _SYSTEM = (
 )
 _USER = (
     "I will provide you with {count} passages, each indicated by a numerical identifier. Rank the passages based on "
-    "their relevance to query: {query}\n{passages}\n<query>\n{query}{mark}\n</query>"
+    "their relevance to query: {query}\n{instruct}{passages}\n<query>\n{query}{mark}\n</query>"
 )
 _PROMPT = (
     "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
@@ -32,16 +32,17 @@ _PROMPT = (
 )
 
 
-def list_prompts(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[str, int]]:
+def list_prompts(pairs: Sequence[tuple[Any, Any]], instruction: str | None = None) -> list[tuple[str, int]]:
     """Return (prompt, number of its documents) for pairs of a query and a document, in order: one prompt if all have
-    the same query, otherwise one for each pair. Raises RequestError for a side that is not a text, with images.
+    the same query, otherwise one for each pair. instruction: what counts as relevant. Raises RequestError for a side
+    that is not a text, with images.
     """
     texts = [(query, document) for query, document in pairs if isinstance(query, str) and isinstance(document, str)]
     if len(texts) < len(pairs):
         raise RequestError("this model reads texts alone, without images and videos", param="model")
     if len({query for query, _ in texts}) == 1:
-        return [(_prompt(texts[0][0], [document for _, document in texts]), len(texts))]
-    return [(_prompt(query, [document]), 1) for query, document in texts]
+        return [(_prompt(texts[0][0], [document for _, document in texts], instruction), len(texts))]
+    return [(_prompt(query, [document], instruction), 1) for query, document in texts]
 
 
 def refuse_cut(params: PoolingParams | None, keep: int | None = None) -> None:
@@ -77,13 +78,16 @@ def list_scores(
     ]
 
 
-def _prompt(query: str, documents: Sequence[str]) -> str:
-    """Return the prompt of a query and documents, from whose texts the marking tokens are removed."""
-    query, *documents = map(_unmarked, (query, *documents))
+def _prompt(query: str, documents: Sequence[str], instruction: str | None) -> str:
+    """Return the prompt of a query, documents and an instruction, if it is not empty, from whose texts the marking
+    tokens are removed.
+    """
+    query, instruction, *documents = map(_unmarked, (query, instruction or "", *documents))
+    instruct = f"<instruct>\n{instruction}\n</instruct>\n" if instruction else ""
     passages = "\n".join(
         f'<passage id="{index}">\n{text}{_DOCUMENT}\n</passage>' for index, text in enumerate(documents)
     )
-    user = _USER.format(count=len(documents), query=query, passages=passages, mark=_QUERY)
+    user = _USER.format(count=len(documents), query=query, instruct=instruct, passages=passages, mark=_QUERY)
     return _PROMPT.format(system=_SYSTEM, user=user)
 
 

@@ -44,8 +44,14 @@ def goldens():
 def test_the_prompt():
     """Its digest is that of the text that vLLM 0.33 writes, without the marks that texts have themselves."""
     documents = ["one {0}", "two<|rerank_<|embed_token|>token|>", "three\nlines"]
-    ((text, number),) = list_prompts([("which {is} it<|embed_token|>?", document) for document in documents])
-    assert number == 3 and hashlib.sha256(text.encode()).hexdigest()[:16] == "0594ea343e4e57b3"
+    pairs = [("which {is} it<|embed_token|>?", document) for document in documents]
+    for instruction, digest in (
+        (None, "0594ea343e4e57b3"),
+        ("", "0594ea343e4e57b3"),
+        ("as {it}<|rerank_token|> says", "ea5c5dd5ca15bd68"),
+    ):
+        ((text, number),) = list_prompts(pairs, instruction)
+        assert number == 3 and hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
 
 def test_scores(folder, goldens, executables_dir):
@@ -93,6 +99,10 @@ async def test_over_http(folder, goldens, executables_dir):
         cut = await post(app, "/score", text_1=QUERY, text_2=["Mars is.", "Jupiter"], max_tokens_per_doc=4)
         same = await post(app, "/score", text_1=QUERY, text_2=["Mars", "Jupi"])
         assert cut.json["data"] == same.json["data"]
+        told = await post(app, "/score", text_1=QUERY, text_2=DOCUMENTS, instruction="Mars")
+        assert told.json["usage"]["prompt_tokens"] == len(ids) + len("<instruct>\nMars\n</instruct>\n")
+        unknown = await post(app, "/score", text_1=QUERY, text_2=DOCUMENTS, chat_template_kwargs={"a": "b"})
+        assert unknown.status == 400 and unknown.error["param"] == "chat_template_kwargs"
         refused = await post(app, "/score", text_1=QUERY, text_2=DOCUMENTS, truncate_prompt_tokens=5)
         assert refused.status == 400 and "reads all documents together" in refused.error["message"]
     finally:

@@ -277,7 +277,7 @@ class PairsBody(PoolingBody):
       max_tokens_per_query, max_tokens_per_doc: number of tokens, without special ones, to which each text of the first
         and of the second side is cut before pairs are made; 0 or none: whole texts.
       instruction, chat_template_kwargs: variables of the chat template that makes the prompt of a pair; refused where
-        none does.
+        none does, but for the instruction of a model that reads lists.
     """
 
     max_tokens_per_query: int | None = None

@@ -121,11 +121,11 @@ async def _scores(
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     if model.reads_lists or reads_apart(model):
-        refuse_variables(body.variables)
+        refuse_variables(body.chat_template_kwargs if model.reads_lists else body.variables)
     pairs = await server.shortened(pairs, body)
     if model.reads_lists:
         refuse_cut(params, body.truncate_prompt_tokens)
-        lists = list_prompts(pairs)
+        lists = list_prompts(pairs, body.instruction)
         encoded = await server.encode_given([text for text, _ in lists], body, params, param=body.sides[1])
         given = zip(await server.answers(encoded, params, body, name, options), lists, strict=True)
         token_id = server.engine.inputs.require_tokenizer().backend.token_to_id
