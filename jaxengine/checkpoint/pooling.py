@@ -5,6 +5,7 @@ Reads the files of sentence-transformers and transformers for embedders, classif
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,8 @@ EMBEDDING_GEMMA = "EmbeddingGemma2Model"
 
 TokenId = Callable[[str], int | None]
 
+logger = logging.getLogger(__name__)
+
 
 def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, token_id: TokenId) -> PoolingModel | None:
     """Return how the model in a Hugging Face folder pools; None for a generating model.
@@ -123,6 +126,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
         model = PoolingModel(pooler, task, activation, labels=_labels(fields), own_task=task)
         if crosses is not None and reads_messages(folder):
             model = replace(model, reads_messages=True)
+        elif pooler.classifier.token_ids and pooler.classifier.num_labels == 1 and config.chat_template is None:
+            logger.warning("texts of pairs are only put together: a model that answers by tokens needs a chat_template")
     elif task == TOKEN_CLASSIFY:
         pooler = with_token_labels(Pooler(CLS), _read_classifier(fields, token_id).num_labels, architecture)
         activation = _read_activation(fields, pooler.token_heads[0].width)

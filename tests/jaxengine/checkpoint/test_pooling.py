@@ -325,6 +325,23 @@ def test_a_generative_checkpoint_pools_when_asked(pooling_folder):
     assert several.pooler.classifier == Classifier(3, token_ids=(5, 6, 7)) and several.activation == "softmax"
 
 
+def test_a_model_that_answers_by_tokens_warns_of_a_missing_template(pooling_folder, caplog):
+    """Pairs have words of their own in its training, which config.json does not tell."""
+    caplog.set_level("WARNING", logger="jaxengine")
+    two = {"classifier_from_token": ["w5", "w6"], "is_original_qwen3_reranker": True}
+    one = {"classifier_from_token": ["w5"], "method": "no_post_processing"}
+    three = {"classifier_from_token": ["w5", "w6", "w7"], "method": "no_post_processing"}
+    for overrides, options, warns in (
+        (two, {}, True),
+        (one, {}, True),
+        (two, {"chat_template": "{{ messages }}"}, False),
+        (three, {}, False),
+    ):
+        caplog.clear()
+        assert pooling_of(pooling_folder("reranker"), runner="pooling", hf_overrides=overrides, **options)
+        assert ("needs a chat_template" in caplog.text) == warns
+
+
 def test_dimensions_that_no_embedding_has_are_refused_at_start(encoder_folder):
     def opened(name, size, **overrides):
         options = {"hf_overrides": {"is_matryoshka": True, **overrides}, "pooler_config": {"dimensions": size}}
