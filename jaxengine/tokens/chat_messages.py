@@ -56,7 +56,9 @@ def checked_messages(messages: Any, joint: str | None = None) -> list[Message]:
     checked = [_checked_message(message, f"messages[{number}]", joint) for number, message in enumerate(given)]
     checked = [each for each in checked if each["role"] not in _INSTRUCTING or {"content", "tool_calls"} & {*each}]
     if not checked:
-        raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)
+        raise _refused(
+            f"messages must be a list of at least one message, got {kind([] if given else messages)}", messages
+        )
     return checked
 
 
