@@ -429,9 +429,9 @@ ROOMS = {
         "server.batch"
     ),
     "server.ray": (
-        "scheduler.base config checkpoint requests.media requests.params requests api server.base server.adapters "
-        "server.observe server.stored server.http.request server.http.answer server.http:app server.batch "
-        "server.link"
+        "scheduler.base config.base config checkpoint requests.media requests.params requests api server.base "
+        "server.adapters server.observe server.stored server.http.request server.http.answer server.http:app "
+        "server.batch server.link"
     ),
     "server": (
         "scheduler.base jaxengine:base config.kv config requests.structured requests.params requests.output api "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
@@ -111,5 +110,3 @@ def check_options(config: Any) -> None:
         raise ConfigError("all2all_backend", config.all2all_backend, f"{GATHER} without enable_expert_parallel")
     if config.hf_token is not None and not isinstance(config.hf_token, (str, bool)):
         raise ConfigError.because("hf_token", "hf_token is not a string", "give the token, True, False or None")
-    if config.override_generation_config is not None and not isinstance(config.override_generation_config, Mapping):
-        raise ConfigError("override_generation_config", config.override_generation_config, "a dict, or None")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError, printable
 from jaxengine.config.base.lengths import WORDS, given_length
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.base.values import dtype_name, plain, read_size, whole_number
@@ -387,7 +387,7 @@ class EngineConfig(
         which becomes bfloat16. Raises ConfigError for a value that an option's own reader refuses, or a text that is
         not a size.
         """
-        name, value = field.name, plain(getattr(self, field.name))
+        name, value = field.name, plain(printable(field.name, getattr(self, field.name)))
         if value is None:
             return field.default
         if name in _READERS:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config import vllm_options
+from jaxengine.config.base.errors import printable
 from jaxengine.config.base.flexible_parser import Several, json_or_text, known_spelling
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -69,7 +70,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
         flags = [flag for flag in (_SHORT_OF_OTHERS.get(name), flag_of(name)) if flag and flag not in taken]
         if flag_of(name) not in flags:
             continue
-        how: dict[str, Any] = {"type": json_or_text}
+        how: dict[str, Any] = {"type": str if vllm_options.is_text(name) else json_or_text}
         if vllm_options.is_switch(name):
             how = {"action": argparse.BooleanOptionalAction}
         elif name in vllm_options.LISTS or name == CAPTURE_SIZES[0]:
@@ -248,6 +249,7 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
     """
     words = []
     for key, value in content.items():
+        printable(key, value)
         flag = flag_of(key)
         action = parser._option_string_actions.get(known_spelling(parser, flag))
         if action is None or flag == "--config":
@@ -259,11 +261,21 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
             off = flag_of(f"no-{key}")
             words += [flag] if value else [off] if off in parser._option_string_actions else []
         elif isinstance(value, list) and isinstance(action, (argparse._AppendAction, argparse._ExtendAction)):
-            words += [f"{flag}={item if isinstance(item, str) else json.dumps(item)}" for item in value]
+            words += [f"{flag}={_as_word(key, item)}" for item in value]
         elif isinstance(value, list) and action.nargs is not None:
-            words += [flag, *map(str, value)]
+            words += [flag, *(_as_word(key, item) for item in value)]
         elif isinstance(value, list) and action.type is not None and action.metavar == "INT,INT,...":
             words.append(f"{flag}={','.join(map(str, value))}")
         else:
-            words.append(f"{flag}={value if isinstance(value, (str, int, float)) else json.dumps(value)}")
+            words.append(f"{flag}={_as_word(key, value)}")
     return words
+
+
+def _as_word(option: str, value: Any) -> str:
+    """Return an option's value in a config file as a word of a command line: a list or dict as JSON, in which dates are
+    text. Raises ConfigError, which names the option, for a dict with keys that JSON cannot have.
+    """
+    try:
+        return json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)
+    except TypeError:
+        raise ConfigError(option, value, "keys that are text") from None

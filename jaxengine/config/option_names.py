@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxengine.config import vllm_options
-from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError, printable
 from jaxengine.config.base.values import plain
 from jaxengine.config.execution.compilation_config import CompilationConfig
 from jaxengine.config.execution.placement import with_attention_config
@@ -28,6 +28,8 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
     out, some with a log line. Values are mostly not checked. Raises ConfigError for an option that is unknown or not
     implemented, with the most similar name, and for options that contradict each other.
     """
+    for name, value in options.items():
+        printable(name, value)
     options, chosen = with_attention_config(with_gguf_file(settle_speculation(settle_names(dict(options))))), {}
     if isinstance(options.get("optimization_level"), Mapping):  # before it was a level, -O was the compilation_config
         options.setdefault("compilation_config", options.pop("optimization_level"))

@@ -9,9 +9,11 @@ commands.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
-from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError, not_built
+from jaxengine.config.base.values import kind_missed
 from jaxengine.config.features.pooler_config import EARLIER as POOLER_NAMES
 from jaxengine.config.features.speculation import FLAT
 
@@ -96,6 +98,8 @@ ELSEWHERE: dict[str, str] = {
     "shutdown_timeout": "jaxengine serve --shutdown-timeout",
     "tool_call_parser": "jaxengine serve --tool-call-parser",
 }
+
+_SWITCHES_ELSEWHERE = ("enable_auto_tool_choice", "enable_log_requests", "grpc", "headless")
 
 # Options of earlier vLLM versions or of transformers, with their replacements.
 GONE: dict[str, str] = {
@@ -210,15 +214,26 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_UNSET.split(), (None,)),
     **_DEFAULTS,
 }
-_HARMLESS_SWITCHES = """
-    aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
-    disable_log_requests enable_flash_late_interaction enable_sleep_mode disable_nccl_for_dp_synchronization
-    enable_flashinfer_autotune fail_on_environ_validation jit_monitor_verbose skip_mm_profiling trust_remote_code
-    use_tqdm_on_load use_v2_block_manager
-    disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
-    enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_scale_out
-    enable_server_load_tracking grpc headless log_error_stack trust_request_mm_kwargs
-"""
+# Types of the values of HARMLESS options that are no switches, or the values themselves.
+_KINDS: dict[str, str | tuple[Any, ...]] = {
+    **dict.fromkeys(("code_revision", "disable_access_log_for_endpoints", "distributed_executor_backend"), "str"),
+    **dict.fromkeys(("guided_decoding_backend", "show_hidden_metrics_for_version"), "str"),
+    **dict.fromkeys(("ignore_patterns", "served_model_name"), "str | list"),
+    "data_parallel_backend": ("mp", "ray"),
+    "jit_monitor_mode": ("warn", "error"),
+    "mamba_cache_mode": ("none", "align", "all"),
+    "optimization_level": (0, 1, 2, 3),
+    "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "sha256_cbor_64bit", "builtin"),
+    "pt_load_map_location": "str | dict",
+    "safetensors_load_strategy": ("lazy", "eager", "prefetch", "torchao"),
+    "ssl_cert_reqs": (0, 1, 2),
+    "swap_space": "float",
+    "uvicorn_log_level": ("critical", "error", "warning", "info", "debug", "trace"),
+    "watchdog_config": "dict",
+    **dict.fromkeys(("h11_max_header_count", "h11_max_incomplete_event_size", "max_seq_len_to_capture"), "int"),
+    **dict.fromkeys(("safetensors_prefetch_block_size", "safetensors_prefetch_num_threads"), "int"),
+    "max_parallel_loading_workers": "int",
+}
 NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
 
 # Names that are not suggested for a misspelt one: they are refused, or change nothing here.
@@ -229,15 +244,21 @@ def is_switch(name: str) -> bool:
     """Return whether vLLM's option `name`, which the engine does not have, takes no value on the command line (--NAME
     or --no-NAME); False for unknown names.
     """
-    return isinstance(NOT_BUILT.get(name, (None,))[0], bool) or name in _HARMLESS_SWITCHES.split()
+    harmless = name in HARMLESS and name not in _KINDS
+    return harmless or name in _SWITCHES_ELSEWHERE or isinstance(NOT_BUILT.get(name, (None,))[0], bool)
+
+
+def is_text(name: str) -> bool:
+    """Return whether vLLM's option `name` changes nothing here and takes text, or texts."""
+    return str(_KINDS.get(name)) in ("str", "str | list")
 
 
 def settle(name: str, value: Any) -> None:
     """Log the reason if the option `name`, one of NAMES, is harmless and `value` asks for something; do nothing for a
     value without effect. Of a dict of options the same is done with each.
 
-    Raises ConfigError for a value of an unsupported option that would have an effect, and for an option that was
-    removed or belongs to another command.
+    Raises ConfigError for a value of an unsupported option that would have an effect, for one that vLLM would not take,
+    and for an option that was removed or belongs to another command.
     """
     if isinstance(value, dict) and NOT_BUILT.get(name) == (None,):  # of options, such as kernel_config
         for key in filter(HARMLESS.__contains__, value):
@@ -247,6 +268,9 @@ def settle(name: str, value: Any) -> None:
     if asks_for_nothing(name, value):
         return
     if name in HARMLESS:
+        kind = _KINDS.get(name, "bool")
+        if (wanted := kind_missed(value, kind)) or kind in ("int", "float") and not (kind == "int") <= value < math.inf:
+            raise ConfigError(name, value, wanted or ("at least 1" if kind == "int" else "at least 0"))
         logger.info("%s=%r changes nothing here: %s", name, value, HARMLESS[name])
     elif name in GONE:
         raise ConfigError.because(name, f"there is no option {name}", GONE[name])
@@ -255,8 +279,7 @@ def settle(name: str, value: Any) -> None:
             name, f"{name} is not an option of the engine", f"it belongs to another command: {ELSEWHERE[name]}"
         )
     else:
-        neutral = " or ".join(repr(each) for each in NOT_BUILT[name])
-        raise ConfigError.because(name, f"{name} is {value!r}, which is not supported yet", f"leave it at {neutral}")
+        raise not_built(name, name, value, NOT_BUILT[name])
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             length = min(args.length, given_length(config.max_model_len) or model.source.config.max_position_embeddings)
             compiled = compiler_of(chips, config.model, options) if args.compile else None
-            ranked = rank_splits(model, chips, given, length, _progress, compiled)
+            ranked = rank_splits(model, chips, given, length, show_progress, compiled)
             status |= not ranked[0].fits
             if args.json:
                 found.append(report.as_json(model, chips, ranked, length, args.price_per_hour))
@@ -111,7 +111,7 @@ def _price(text: str) -> float:
     return price
 
 
-def _progress(what: str) -> None:
+def show_progress(what: str) -> None:
     """Print `what` over the last line of stderr, without a line break; nothing unless stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shlex
-import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.command_line import given_options, output_file, positive_int
@@ -98,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError for wrong arguments, options and traces, for a model that cannot be read or does not fit; OSError
     for files that cannot be read or written; RuntimeError if requests wait forever.
     """
+    from jaxengine.plan.command import show_progress
     from jaxengine.simulate.costs import HostCosts, read_costs
     from jaxengine.simulate.report import Limits
     from jaxengine.simulate.setup import open_setup
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     _check_fleet(args)
     options = given_options(args, EngineConfig)
     host, limits = HostCosts(dispatch=args.host_seconds or 0.0), Limits(args.ttft or math.inf, args.itl or math.inf)
-    with open_setup(options, args.chips, measured, args.efficiency, host, _progress) as setup:
+    with open_setup(options, args.chips, measured, args.efficiency, host, show_progress) as setup:
         trace = _trace(args, setup)
         work = {"buckets": _buckets, "parallel": _parallel, None: _run if args.replicas is None else _fleet}[
             args.optimise
@@ -262,14 +262,6 @@ def _about(setup: Setup) -> dict[str, Any]:
         "num_pages": setup.num_pages(plan),
         "costs": setup.costs(plan).about,
     }
-
-
-def _progress(what: str) -> None:
-    """Show a text on the current last line of stderr, over the previous one. Does nothing if stderr is not a
-    terminal.
-    """
-    if sys.stderr.isatty():
-        print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)
 
 
 def _read(text: str, least: float, most: float, allowed: str) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Limits, in characters, of a value and of a problem in a message: a path is shown whole, a megabyte of text is not.
 _MOST_SHOWN, _MOST_OF_PROBLEM = 1000, 4000
+# Levels of a dict or list, and bits of an integer, which Python prints up to 4300 digits.
+_MOST_LEVELS, _MOST_BITS = 64, 14_000
 
 
 class ConfigError(ValueError):
@@ -36,6 +38,12 @@ class ConfigError(ValueError):
         return error
 
 
+def not_built(param: str, name: str, value: Any, neutral: Iterable[Any]) -> ConfigError:
+    """Return the error of a field whose value is none of `neutral`, those without an effect."""
+    problem = f"{name} is {_shown(value)}, which is not supported yet"
+    return ConfigError.because(param, problem, f"leave it at {' or '.join(map(repr, neutral))}")
+
+
 def json_object(option: str, value: Any) -> Mapping[str, Any]:
     """Return the value of an option as a mapping. value: a mapping, returned unchanged, or a JSON object as text, which
     is parsed.
@@ -52,14 +60,30 @@ def json_object(option: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
+def printable(option: str, value: Any) -> Any:
+    """Return the value of an option unchanged. Raises ConfigError for one that no message can show: an int of thousands
+    of digits, or more than 64 levels of dicts and lists.
+    """
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        if any(isinstance(each, int) and each.bit_length() > _MOST_BITS for each in level):
+            raise ConfigError.because(option, f"{option} has an integer of thousands of digits", "give a smaller one")
+        lists = [[*each.values()] if isinstance(each, Mapping) else each for each in level]
+        # Each object once, or a dict that contains itself twice doubles with each level.
+        level = [*{id(item): item for each in lists if isinstance(each, list | tuple) for item in each}.values()]
+    if level:
+        raise ConfigError.because(option, f"{option} has more than {_MOST_LEVELS} levels", "nest it less")
+    return value
+
+
 def _shown(value: Any) -> str:
     """Return the repr of a value for a message, with "..." for its middle if it is longer than 1000 characters; a note
-    with its type's name if an integer in it is too long to print.
+    with its type's name if it has none.
     """
     try:
         text = repr(value)
-    except ValueError:  # the value is, or contains, an int beyond sys.set_int_max_str_digits
-        return f"<{type(value).__name__} too long to print>"
+    except Exception:  # as of a value that `printable` refuses
+        return f"<{type(value).__name__} that cannot be printed>"
     return _cut(text, _MOST_SHOWN)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def dtype_name(value: Any) -> Any:
                 value = text.removeprefix("torch.")
             elif value is not None:
                 value = np.dtype(value).name
-        except (TypeError, ValueError):  # ValueError: a dict of dicts, an int too long to print
+        except (TypeError, ValueError):  # ValueError: a dict of dicts
             return value
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
@@ -84,20 +85,28 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "bool": (bool, "True or False"),
     "float": ((int, float), "a number"),
     "str": (str, "text"),
+    "str | list": ((str, list, tuple), "text, or a list of texts"),
+    "str | dict": ((str, Mapping), "text, or a dict"),
+    "list": ((list, tuple), "a list"),
+    **dict.fromkeys(("dict", "Mapping"), (Mapping, "a dict")),
 }
 
 
-def kind_missed(value: Any, annotation: str) -> str | None:
-    """Return a description of the type that a value should have, such as "a whole number or None"; None if the value
-    matches.
+def kind_missed(value: Any, annotation: str | tuple[Any, ...]) -> str | None:
+    """Return a description of what a value should be, such as "a whole number or None"; None if the value matches.
 
-    annotation: the field's type, as text. Only int, bool, float and str, each with or without None, are checked; values
-    of other annotations always match. A bool is not an int or a float; an int is a float.
+    annotation: the field's type, as text, or the values that it may have. Only the types in _KINDS, with or without
+    None and parameters, are checked; values of other annotations always match. A bool is not an int or a float; an int
+    is a float.
     """
+    if isinstance(annotation, tuple):
+        taken = isinstance(value, (str, int)) and not isinstance(value, bool) and value in annotation
+        return None if taken else ", ".join(map(str, annotation))
     if value is None and "None" in annotation:
         return None
-    kind = annotation.removesuffix(" | None")
+    kind = annotation.removesuffix(" | None").partition("[")[0]
     types, said = _KINDS.get(kind, (object, ""))
     if isinstance(value, types) and not (isinstance(value, bool) and kind in ("int", "float")):
-        return None
+        if kind != "str | list" or all(isinstance(each, str) for each in value):
+            return None
     return said + (" or None" if "None" in annotation else "")

@@ -10,21 +10,30 @@ from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.platforms import Platform
-from jaxengine.config.base.values import plain, whole_number
+from jaxengine.config.base.values import kind_missed, plain, whole_number
 from jaxengine.scheduler.batches.buckets import Buckets
 
 logger = logging.getLogger(__name__)
 
-# Fields of vLLM's CompilationConfig about how torch compiles and CUDA graphs are taken. None can change an answer.
-_OF_TORCH = """
-    backend cache_dir compile_cache_save_format compile_mm_encoder compile_ranges_endpoints compile_sizes
-    cudagraph_copy_inputs cudagraph_decoder_replay cudagraph_mm_encoder cudagraph_mode cudagraph_num_of_warmups
-    cudagraph_specialize_lora custom_ops debug_dump_path decoder_replay_cudagraph_capture_sizes
-    decoder_replay_trim_threshold dynamic_shapes_config encoder_cudagraph_max_frames_per_batch
-    encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_token_budgets fast_moe_cold_start full_cuda_graph
-    inductor_compile_config inductor_passes ir_enable_torch_wrap pass_config splitting_ops use_cudagraph use_inductor
-    use_inductor_graph_partition
-"""
+# Fields of vLLM's CompilationConfig about how torch compiles and CUDA graphs are taken, by the type of their values.
+# None can change an answer.
+_OF_TORCH = {
+    "bool": """
+        compile_mm_encoder cudagraph_copy_inputs cudagraph_decoder_replay cudagraph_mm_encoder cudagraph_specialize_lora
+        fast_moe_cold_start full_cuda_graph ir_enable_torch_wrap use_cudagraph use_inductor use_inductor_graph_partition
+    """,
+    "dict": "dynamic_shapes_config inductor_compile_config inductor_passes pass_config",
+    "int": """
+        cudagraph_num_of_warmups decoder_replay_trim_threshold encoder_cudagraph_max_frames_per_batch
+        encoder_cudagraph_max_vision_items_per_batch
+    """,
+    "list": """
+        compile_ranges_endpoints compile_sizes custom_ops decoder_replay_cudagraph_capture_sizes
+        encoder_cudagraph_token_budgets splitting_ops
+    """,
+    "str": "backend cache_dir compile_cache_save_format cudagraph_mode debug_dump_path",
+}
+_KINDS = {name: f"{kind} | None" for kind, names in _OF_TORCH.items() for name in names.split()}
 
 
 class CompilationMode(IntEnum):
@@ -108,7 +117,7 @@ class CompilationConfig:
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
         """Return a CompilationConfig for a dict of its fields, a mode (int), or None for the defaults; a
-        CompilationConfig is returned unchanged. Fields in _OF_TORCH are left out, with a log line.
+        CompilationConfig is returned unchanged. Fields of _KINDS are left out, with a log line.
 
         A mode below 3 has a log line too. Raises ConfigError for other values, unknown fields, and fields that are not
         allowed.
@@ -121,7 +130,10 @@ class CompilationConfig:
         if not isinstance(value, Mapping):
             raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 0 to 3")
         known = [field.name for field in fields(cls)]
-        foreign = {name: value[name] for name in _OF_TORCH.split() if name in value}
+        foreign = {name: plain(value[name]) for name in sorted(_KINDS) if name in value}
+        for name, each in foreign.items():
+            if wanted := kind_missed(each, _KINDS[name]):
+                raise ConfigError(f"compilation_config.{name}", each, wanted)
         own = {name: each for name, each in value.items() if name not in foreign}
         for name in own:
             if name not in (*known, "level"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError, not_built
 from jaxengine.config.base.values import plain
 from jaxengine.models.config.pooler import POOLING_TYPES
 
@@ -108,9 +108,7 @@ def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
         elif key not in _NEUTRAL:
             raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
         elif each is not None and each not in _NEUTRAL[key]:
-            neutral = " or ".join(map(repr, (None, *_NEUTRAL[key])))
-            problem = f"{name}.{key} is {each!r}, which is not supported yet"
-            raise ConfigError.because(name, problem, f"leave it at {neutral}")
+            raise not_built(name, f"{name}.{key}", each, (None, *_NEUTRAL[key]))
     return chosen
 
 

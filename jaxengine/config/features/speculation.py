@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
-from jaxengine.config.base.values import plain, whole_number
-from jaxengine.scheduler.base.errors import show_value
+from jaxengine.config.base.values import kind_missed, plain, whole_number
 
 if TYPE_CHECKING:
     from jaxengine.models.config.drafts.draft_heads import DraftHeadConfig
@@ -50,10 +49,11 @@ _OF_METHODS = {
     **dict.fromkeys(_OF_DRAFTER, _MAY_BE_STORED),
 }
 # Fields of vLLM's about how drafts are computed, and for which requests. None can change a token.
-_HOW = (
-    *("disable_padded_drafter_batch", "draft_sample_method", "enforce_eager", "max_model_len"),
-    "use_local_argmax_reduction",
-)
+_HOW: dict[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("disable_padded_drafter_batch", "enforce_eager", "use_local_argmax_reduction"), "bool"),
+    "draft_sample_method": ("greedy", "probabilistic"),
+    "max_model_len": "int",
+}
 # Options of a flat form, and the field of each.
 FLAT = {
     "speculative_model": "model",
@@ -106,8 +106,12 @@ class SpeculativeConfig:
         known = [each.name for each in fields(cls)]
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
         for name in filter(chosen.__contains__, _HOW):
-            shown = show_value(chosen.pop(name))
-            logger.info("%s.%s=%s changes nothing here: no token depends on it", NAME, name, shown)
+            given, kind = chosen.pop(name), _HOW[name]
+            if kind == "int" and isinstance(given, str) and given.isdecimal():  # as some recipes have it
+                given = int(given[:20])
+            if (wanted := kind_missed(given, kind)) or kind == "int" and given < 1:
+                raise ConfigError(f"{NAME}.{name}", given, wanted or "at least 1")
+            logger.info("%s.%s=%r changes nothing here: no token depends on it", NAME, name, given)
         if other := next((key for key in chosen if key not in known), None):
             raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))

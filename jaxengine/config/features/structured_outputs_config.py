@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError, not_built
 from jaxengine.config.base.values import plain
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,7 @@ class StructuredOutputsConfig:
             if key not in _NEUTRAL:
                 raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
             if (each := chosen.pop(key)) is not None and each not in _NEUTRAL[key]:
-                neutral = " or ".join(map(repr, _NEUTRAL[key]))
-                problem = f"{name}.{key} is {each!r}, which is not supported here"
-                raise ConfigError.because(name, problem, f"leave it at {neutral}")
+                raise not_built(name, f"{name}.{key}", each, _NEUTRAL[key])
         return cls(**chosen)
 
     @property

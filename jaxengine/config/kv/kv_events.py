@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError, json_object
+from jaxengine.config.kv.kv_transfer import is_number
 
 _OPTION = "kv_events_config"
 NULL, ZMQ = PUBLISHERS = ("null", "zmq")
@@ -82,19 +83,14 @@ def _is_address(value: Any) -> bool:
     return 1 <= int(tcp[2]) <= 65535 if tcp else bool(_IPC.fullmatch(value))
 
 
-def _is_count(most: int) -> Callable[[Any], bool]:
-    """Return a predicate: whether a value is an int from 1 to `most`, both included."""
-    return lambda value: type(value) is int and 1 <= value <= most
-
-
 _ADDRESS = "an address such as tcp://*:5557, tcp://host:5557 or ipc:///tmp/events"
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_kv_cache_events": (lambda value: type(value) is bool, "True or False"),
     "publisher": (lambda value: value in PUBLISHERS, ", ".join(PUBLISHERS)),
     "endpoint": (_is_address, _ADDRESS),
     "replay_endpoint": (_is_address, _ADDRESS),
-    "buffer_steps": (_is_count(10**7), "an integer from 1 to 10000000"),
-    "hwm": (_is_count(10**7), "an integer from 1 to 10000000"),
+    "buffer_steps": (is_number(1, 10**7, (int,)), "an integer from 1 to 10000000"),
+    "hwm": (is_number(1, 10**7, (int,)), "an integer from 1 to 10000000"),
     "topic": (lambda value: isinstance(value, str) and len(value) <= 1024, "at most 1024 characters"),
 }
 

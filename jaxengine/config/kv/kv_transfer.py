@@ -66,7 +66,7 @@ class KVHandover:
         return self.kv_role != CONSUMER
 
 
-def _is_number(low: float, high: float, kinds: tuple[type, ...]) -> Callable[[Any], bool]:
+def is_number(low: float, high: float, kinds: tuple[type, ...]) -> Callable[[Any], bool]:
     """Return a predicate: whether a value's type is one of `kinds` and the value is from `low` to `high`, both
     included.
     """
@@ -84,9 +84,9 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kv_load_failure_policy": _one_of(*POLICIES),
     "transport": _one_of(*TRANSPORTS),
     "kv_ip": (is_host, "the name or address of this host, as others reach it"),
-    "kv_port": (_is_number(0, MAX_PORT, (int,)), f"an integer from 0 to {MAX_PORT}"),
+    "kv_port": (is_number(0, MAX_PORT, (int,)), f"an integer from 0 to {MAX_PORT}"),
     "shared_storage_path": (lambda value: isinstance(value, str) and bool(value), "the name of a folder"),
-    "kv_lease_duration": (_is_number(0.1, 86400, (int, float)), "0.1 to 86400 seconds"),
+    "kv_lease_duration": (is_number(0.1, 86400, (int, float)), "0.1 to 86400 seconds"),
     "engine_id": (
         lambda value: isinstance(value, str) and bool(_ENGINE_ID.fullmatch(value)),
         "1 to 128 letters, digits, '.', '_', ':' and '-'",

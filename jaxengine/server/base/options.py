@@ -13,7 +13,9 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
+from jaxengine.config.base.errors import printable
 from jaxengine.config.base.files import named_path
+from jaxengine.config.base.values import kind_missed
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.registry import reasoning_format, tool_format
 
@@ -244,8 +246,10 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            printable(field.name, getattr(self, field.name))
         if isinstance(self.lora_routes, dict):
-            with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is then refused as a dict
+            with contextlib.suppress(TypeError, ValueError):  # it is then refused as a dict
                 object.__setattr__(self, "lora_routes", json.dumps(self.lora_routes))
         self._take_vllm_forms()
         for field in dataclasses.fields(self):
@@ -253,14 +257,14 @@ class ServerConfig:
             if kind.startswith("tuple"):
                 value = tuple(value) if type(value) in (list, tuple) else (value,)
                 object.__setattr__(self, field.name, value)
-                right = all(isinstance(item, str) and item for item in value)
+                wanted = None if all(isinstance(item, str) and item for item in value) else "texts that are not empty"
             else:
-                right = value is None and "None" in kind or _is(value, kind.removesuffix(" | None"))
-            if not right:
+                wanted = kind_missed(value, kind)
+            if wanted:
                 if not field.repr:  # a secret
                     problem = f"{field.name} has a key that is empty or no text"
-                    raise ConfigError.because(field.name, problem, f"give a value of type {kind}")
-                raise ConfigError(field.name, value, f"a value of type {kind}")
+                    raise ConfigError.because(field.name, problem, f"give {wanted}")
+                raise ConfigError(field.name, value, wanted)
         for name, least, most in _BOUNDS:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -373,15 +377,6 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
     if not keys:
         raise ConfigError.because(name, f"{name} {path!r} contains no key", "write one per line into it")
     return keys
-
-
-def _is(value: object, kind: str) -> bool:
-    """Whether a value's type has exactly this name, without parameters in brackets; "float" accepts an integer too, and
-    a bool is not an integer.
-    """
-    if kind == "float":
-        return type(value) in (int, float)
-    return type(value).__name__ == kind.partition("[")[0]
 
 
 def is_loopback(host: str) -> bool:

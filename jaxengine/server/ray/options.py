@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxengine.config.base.values import kind_missed
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.server.base.options import ServerConfig
 
@@ -79,10 +80,8 @@ class RayConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
-            known = {"int": (int,), "float": (int, float), "str": (str,)}.get(kind.removesuffix(" | None"), (dict,))
-            if not (type(value) in known or value is None and "None" in kind):
-                raise ConfigError(field.name, value, f"a value of type {kind}")
+            if wanted := kind_missed(getattr(self, field.name), str(field.type)):
+                raise ConfigError(field.name, getattr(self, field.name), wanted)
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise ConfigError("min_replicas", self.min_replicas, f"1 to max_replicas, {self.max_replicas}")
         for name, (least, most) in _BOUNDS.items():

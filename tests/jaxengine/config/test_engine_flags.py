@@ -224,6 +224,8 @@ def test_every_command_takes_a_file(tmp_path, command):
         ("[1, 2]", "holds no options"),
         ("a: b: c", "is not YAML"),
         ("a: !!python/object:os.system x", "is not YAML"),
+        ("hf-overrides: {2024-01-01: 1}", "hf-overrides is .*; allowed: keys that are text"),
+        ("hf-overrides: &a {b: *a}", "hf-overrides has more than 64 levels; nest it less"),
         pytest.param("dtype: auto\n" * 100_000, "has more than 1048576 characters", id="cut in the middle"),
     ],
 )
@@ -236,6 +238,15 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, text, said):
 
 def test_an_empty_file_says_nothing(tmp_path):
     assert parse(f"serve --config {write(tmp_path, '')}") == {}
+
+
+def test_dates_in_a_file_are_text(tmp_path):
+    path = write(tmp_path, "revision: 2024-01-01\nhf-overrides: {a: 2024-01-02}\nlora-modules: [{name: a, path: b}]")
+    assert parse(f"serve --config {path}") == {
+        "revision": "2024-01-01",
+        "hf_overrides": {"a": "2024-01-02"},
+        "lora_modules": ['{"name": "a", "path": "b"}'],
+    }
 
 
 def test_a_model_may_have_several_names(tmp_path, capsys):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import math
 import shlex
+import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,15 +157,107 @@ def test_vllms_own_code_of_models_is_what_this_engine_has():
     assert EngineConfig.from_options(model_impl="vllm") == EngineConfig()
 
 
+# Harmless options that take neither a switch nor any text -> values that vLLM takes, and more that it does not.
+KINDS_OF_HARMLESS = {
+    "data_parallel_backend": (("ray",), ("uni",)),
+    "h11_max_header_count": ((256,), (0,)),
+    "h11_max_incomplete_event_size": ((1 << 20,), (-1,)),
+    "ignore_patterns": (("*.pt", ["a", "b"]), (["a", 1],)),
+    "jit_monitor_mode": (("error",), ("ERROR",)),
+    "mamba_cache_mode": (("align", "all"), ("some",)),
+    "max_parallel_loading_workers": ((2,), (0, 1.5, "2")),
+    "max_seq_len_to_capture": ((8192,), (-1,)),
+    "optimization_level": ((2, 3), (4, -1, 1.5)),
+    "prefix_caching_hash_algo": (("xxhash_cbor",), ("md5",)),
+    "pt_load_map_location": (("cpu", {"cuda:1": "cuda:0"}), (["cpu"],)),
+    "safetensors_load_strategy": (("lazy", "prefetch"), ("now",)),
+    "safetensors_prefetch_block_size": ((1 << 24,), (0,)),
+    "safetensors_prefetch_num_threads": ((8,), (0,)),
+    "served_model_name": (("a", ["a", "b"]), ([None],)),
+    "ssl_cert_reqs": ((ssl.CERT_REQUIRED, 1), (3,)),
+    "swap_space": ((4, 0.5), (math.nan, math.inf, -1, "x")),
+    "uvicorn_log_level": (("trace",), ("loud",)),
+    "watchdog_config": (({"timeout": 5},), (["timeout"],)),
+}
+
+
 @each_row("name", sorted(HARMLESS))
 def test_harmless_options_say_what_they_mean_here(name, caplog):
+    """And take what vLLM takes."""
     caplog.set_level(logging.INFO, logger="jaxengine")
-    assert EngineConfig.from_options(**{name: "given"}) == EngineConfig()
-    assert f"{name}='given' changes nothing here: {HARMLESS[name]}" in caplog.text
+    switch = (True,), (1, "yes")
+    right, wrong = switch if vllm_options.is_switch(name) else KINDS_OF_HARMLESS.get(name, (("given",), (7, ["a"])))
+    for value in right:
+        caplog.clear()
+        assert EngineConfig.from_options(**{name: value}) == EngineConfig()
+        assert f"{name}={value!r} changes nothing here: {HARMLESS[name]}" in caplog.text
     caplog.clear()
     for value in (None, False):  # also of what is on in vLLM
         EngineConfig.from_options(**{name: value})
+    for value in (*wrong, math.nan, object):
+        with pytest.raises(ConfigError, match="; allowed: ") as error:
+            EngineConfig.from_options(**{name: value})
+        assert error.value.param.partition(".")[0] == name
     assert not caplog.text
+
+
+@each_row(
+    ("option", "fields", "message"),
+    [
+        ("compilation_config", {"cudagraph_mode": math.nan}, "compilation_config.cudagraph_mode is nan; allowed: text"),
+        ("compilation_config", {"use_inductor": "x"}, "use_inductor is 'x'; allowed: True or False"),
+        ("compilation_config", {"splitting_ops": "x"}, "splitting_ops is 'x'; allowed: a list"),
+        ("compilation_config", {"pass_config": 3}, "pass_config is 3; allowed: a dict"),
+        ("compilation_config", {"cudagraph_num_of_warmups": 0.5}, "warmups is 0.5; allowed: a whole number"),
+        ("speculative_config", {"max_model_len": "x"}, "speculative_config.max_model_len is 'x'; allowed: a whole"),
+        ("speculative_config", {"max_model_len": -5}, "max_model_len is -5; allowed: at least 1"),
+        ("speculative_config", {"draft_sample_method": "x"}, "draft_sample_method is 'x'; allowed: greedy, prob"),
+        ("speculative_config", {"enforce_eager": 7}, "enforce_eager is 7; allowed: True or False"),
+    ],
+)
+def test_fields_without_an_effect_take_what_vllm_takes(option, fields, message):
+    own = {"method": "ngram", "num_speculative_tokens": 2} if option == "speculative_config" else {}
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_options(**{option: {**own, **fields}})
+
+
+def nested(kind: type, levels: int = 100_000) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value] if kind is list else {"a": value}
+    return value
+
+
+def endless() -> dict:
+    value: dict = {}
+    value.update(a=value, b=value)
+    return value
+
+
+@each_row(
+    ("make", "message"),
+    [
+        (lambda: nested(dict), "has more than 64 levels; nest it less"),
+        (lambda: nested(list), "has more than 64 levels; nest it less"),
+        (endless, "has more than 64 levels; nest it less"),
+        (lambda: {"a": 10**5000}, "has an integer of thousands of digits; give a smaller one"),
+    ],
+)
+def test_what_cannot_be_shown_or_sent_is_refused_in_a_line(make, message):
+    """By every option, whatever it takes, also those that engines do not have."""
+    value = make()
+    for cls in (EngineConfig, ServerConfig):
+        for field in dataclasses.fields(cls):
+            with pytest.raises(ConfigError, match=f"^{field.name} {message}$"):
+                cls(**{field.name: value})
+    for name in ("kernel_config", "watchdog_config", "rope_scaling", "unknown"):
+        with pytest.raises(ConfigError, match=f"^{name} {message}$"):
+            EngineConfig.from_options(**{name: value})
+
+
+def test_texts_that_look_like_numbers_are_texts():
+    args = PARSER.parse_args(["serve", "m", "--code-revision", "007", "--ignore-patterns", "1", "2"])
+    assert given_options(args, EngineConfig) == {"model": "m", "code_revision": "007", "ignore_patterns": ["1", "2"]}
 
 
 @each_row("name", sorted(ELSEWHERE))
