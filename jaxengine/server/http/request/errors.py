@@ -54,7 +54,6 @@ _BRANCHES = {"str", "int", "float", "bool", "none"}
 _OTHER_NAMES = {
     "extra_args": "vllm_xargs",
     "params": "path",
-    "session": "session_id",
     "structured_outputs": "response_format",
     "version": "weight_version",
 }

@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.params.activations import MAX_STEER
-from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions, session_of
 from jaxengine.requests.params.prepared import verify_salt
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid, show_value
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
@@ -247,10 +247,7 @@ class NamedRequest(RequestModel):
     def _check_name(self) -> Self:
         """Return this request. Raises RequestError for an invalid request_id, cache_salt or user, timeout <= 0."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
-            raise RequestError(
-                f"request_id is {show_value(self.request_id)}; allowed: 1 to 128 letters, digits, '-' and '_'",
-                param="request_id",
-            )
+            raise invalid("request_id", self.request_id, "1 to 128 letters, digits, '-' and '_'")
         if self.timeout is not None and self.timeout <= 0:
             raise RequestError(f"timeout is {self.timeout}; allowed: numbers above 0", param="timeout")
         verify_salt(self.cache_salt)
@@ -262,13 +259,15 @@ class NamedRequest(RequestModel):
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
         """Return the request's scheduling options: its priority, but not more urgent than `request.state.priority`; its
         timeout, or else the server's; the client, arrival and owner of `request`; and the session, the first of
-        session_id, X-Session-Id and the session_id of vllm_xargs that is not empty. lora: name of the adapter, or None.
+        session_id, X-Session-Id and the session_id of vllm_xargs that is not empty. Raises RequestError for an invalid
+        one. lora: name of the adapter, or None.
         """
         state, timeout = request.state, self.timeout or config.request_timeout
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
-        header, further = request.headers.get("x-session-id"), getattr(self, "vllm_xargs", None) or {}
-        own = state.owner_tag, getattr(self, "session_id", None) or header or further.get("session_id")
-        return RequestOptions(priority, timeout, state.client, state.arrival, lora, *own)
+        own, further = getattr(self, "session_id", None), (getattr(self, "vllm_xargs", None) or {}).get("session_id")
+        sessions = {"session_id": own, "X-Session-Id": request.headers.get("x-session-id")}
+        session = session_of(sessions | {"vllm_xargs.session_id": further})
+        return RequestOptions(priority, timeout, state.client, state.arrival, lora, state.owner_tag, session)
 
     def register(self, prefix: str, request: Request) -> str:
         """Return the request's id for the response, the engine and `abort`: `prefix`, such as "chatcmpl", a hyphen, and

@@ -57,10 +57,16 @@ async def test_a_session_is_its_keys_own(chat_engine, size):
         await one.post("/v1/completions", json=BODY)
         assert len(engine.kept) == 2  # of the same name
         bad = await one.post("/v1/completions", json=BODY, headers={"X-Session-ID": "a/b"})
-        assert bad.status_code == 400 and bad.json()["error"]["param"] == "session"
-        bad = await one.post("/v1/completions", json={**BODY, "session_id": "a/b"})
-        assert bad.status_code == 400 and bad.json()["error"]["param"] == "session_id"
-        assert bad.json()["error"]["message"].startswith("session_id is 'a/b'; allowed: 1 to 128")
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "X-Session-Id"
+        for given, name in (
+            ({"session_id": "a/b"}, "session_id"),
+            ({"vllm_xargs": {"session_id": "a/b"}}, "vllm_xargs.session_id"),
+            ({"vllm_xargs": {"session_id": 0}}, "vllm_xargs.session_id"),
+        ):
+            bad = await one.post("/v1/completions", json={**BODY, **given})
+            assert bad.status_code == 400 and bad.json()["error"]["param"] == name
+            value = "0" if name.startswith("vllm") and given["vllm_xargs"]["session_id"] == 0 else "'a/b'"
+            assert bad.json()["error"]["message"].startswith(f"{name} is {value}; allowed: 1 to 128")
         if size is None:
             assert (await one.delete("/v1/sessions/talk")).status_code == 404
             return
