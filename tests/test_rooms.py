@@ -434,8 +434,8 @@ ROOMS = {
         "server.batch server.link"
     ),
     "server": (
-        "scheduler.base jaxengine:base config.kv config requests.structured requests.params requests.output api "
-        "server.base server.adapters server.observe server.batch:base server.processes server.ray"
+        "scheduler.base jaxengine:base config.base config.kv config requests.structured requests.params "
+        "requests.output api server.base server.adapters server.observe server.batch:base server.processes server.ray"
     ),
     "commands": (
         "sharding models.params models.config models.config.readers models.quantization.base models.quantization "

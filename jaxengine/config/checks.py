@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import check_length, given_length
 from jaxengine.config.base.values import kind_missed
 from jaxengine.config.execution.bundle import check_bundle
@@ -93,6 +94,9 @@ def check_options(config: Any) -> None:
         value = given_length(config.max_model_len) if name == "max_model_len" else getattr(config, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(name, value, f"{least} to {most}")
+    for name in ("bundle", "compile_cache_dir", "download_dir", "record_steps", "record_trace"):
+        if (value := getattr(config, name)) is not None:
+            named_path(name, value)
     check_length(config.max_model_len, config.nnodes)
     check_scales(config.kv_cache_dtype, config.kv_cache_scales)
     check_lora(config, config.nnodes)

@@ -70,7 +70,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
         flags = [flag for flag in (_SHORT_OF_OTHERS.get(name), flag_of(name)) if flag and flag not in taken]
         if flag_of(name) not in flags:
             continue
-        how: dict[str, Any] = {"type": str if vllm_options.is_text(name) else json_or_text}
+        how: dict[str, Any] = {"type": str if vllm_options.KINDS.get(name) in ("str", "str | list") else json_or_text}
         if vllm_options.is_switch(name):
             how = {"action": argparse.BooleanOptionalAction}
         elif name in vllm_options.LISTS or name == CAPTURE_SIZES[0]:
@@ -272,8 +272,8 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
 
 
 def _as_word(option: str, value: Any) -> str:
-    """Return an option's value in a config file as a word of a command line: a list or dict as JSON, in which dates are
-    text. Raises ConfigError, which names the option, for a dict with keys that JSON cannot have.
+    """Return an option's value in a config file as a word of a command line, a list or dict as JSON with dates as text.
+    Raises ConfigError for a dict with keys that JSON cannot have.
     """
     try:
         return json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, cast
 
 from jaxengine.config.base.errors import ConfigError, not_built
 from jaxengine.config.base.values import kind_missed
@@ -215,7 +215,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **_DEFAULTS,
 }
 # Types of the values of HARMLESS options that are no switches, or the values themselves.
-_KINDS: dict[str, str | tuple[Any, ...]] = {
+KINDS: dict[str, str | tuple[Any, ...]] = {
     **dict.fromkeys(("code_revision", "disable_access_log_for_endpoints", "distributed_executor_backend"), "str"),
     **dict.fromkeys(("guided_decoding_backend", "show_hidden_metrics_for_version"), "str"),
     **dict.fromkeys(("ignore_patterns", "served_model_name"), "str | list"),
@@ -244,13 +244,8 @@ def is_switch(name: str) -> bool:
     """Return whether vLLM's option `name`, which the engine does not have, takes no value on the command line (--NAME
     or --no-NAME); False for unknown names.
     """
-    harmless = name in HARMLESS and name not in _KINDS
+    harmless = name in HARMLESS and name not in KINDS
     return harmless or name in _SWITCHES_ELSEWHERE or isinstance(NOT_BUILT.get(name, (None,))[0], bool)
-
-
-def is_text(name: str) -> bool:
-    """Return whether vLLM's option `name` changes nothing here and takes text, or texts."""
-    return str(_KINDS.get(name)) in ("str", "str | list")
 
 
 def settle(name: str, value: Any) -> None:
@@ -268,8 +263,8 @@ def settle(name: str, value: Any) -> None:
     if asks_for_nothing(name, value):
         return
     if name in HARMLESS:
-        kind = _KINDS.get(name, "bool")
-        if (wanted := kind_missed(value, kind)) or kind in ("int", "float") and not (kind == "int") <= value < math.inf:
+        kind, given = KINDS.get(name, "bool"), cast(Any, value)
+        if (wanted := kind_missed(value, kind)) or kind in ("int", "float") and not (kind == "int") <= given < math.inf:
             raise ConfigError(name, value, wanted or ("at least 1" if kind == "int" else "at least 0"))
         logger.info("%s=%r changes nothing here: %s", name, value, HARMLESS[name])
     elif name in GONE:

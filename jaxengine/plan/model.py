@@ -10,6 +10,7 @@ from jaxengine.check.model.drafts import settled as settled_head
 from jaxengine.check.model.shapes import SHAPES, largest_items, model_config
 from jaxengine.checkpoint.hub_model import OTHER_FILES, from_hub
 from jaxengine.checkpoint.model_source import ModelSource, as_it_sees
+from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
@@ -67,7 +68,7 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
     if name is not None and name.lower() in SHAPES and not Path(name).exists():
         return _open_shape(name, config, platform)
     note, file_bytes = "", 0
-    path = None if name is None else Path(name).expanduser()
+    path = None if name is None else named_path("model", name)
     if path is not None and not path.exists() and len(path.parts) == 2 and ":" not in path.name:
         folder = from_hub("model", str(name), OTHER_FILES, config.revision, config)
         config, path = replace(config, model=str(folder), load_format="dummy"), folder

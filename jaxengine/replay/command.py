@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError and ModelFileError for a model that cannot be opened.
     """
+    from jaxengine.config.base.files import named_path
     from jaxengine.records.step_file import RecordError
     from jaxengine.replay.backends import prepare_devices
     from jaxengine.replay.record import read_engine
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             raise RecordError(f"--step is {args.step!r}; allowed: a number, or last")
         if args.tolerance is not None and not args.tolerance >= 0:
             raise RecordError(f"--tolerance is {args.tolerance}; allowed: 0 or more")
-        folder = args.folder.expanduser()
+        folder = named_path("folder", args.folder)
         options = read_engine(folder)["options"]
         prepare_devices(args.backend, options["tensor_parallel_size"] * options["data_parallel_size"])
         report = replay(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 import ssl
 import sys
 from pathlib import Path
 
+from jaxengine.config.base.files import is_writable_folder, named_path
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model, looks_like_model
@@ -78,20 +80,25 @@ def _check_words(server: ServerConfig) -> None:
 
 def check_together(server: ServerConfig, engine: EngineConfig) -> None:
     """Raise ConfigError for server options that need an engine option which is not given (batch_priority: priority
-    scheduling; lora_dirs, lora_hub_owners and lora_routes: enable_lora), for invalid values of the latter three, and
+    scheduling; those of adapters: enable_lora), for invalid values of the latter, for a folder that cannot be used, and
     for a reasoning parser that the engine has instead of the server.
     """
     from jaxengine.server.adapters.adapter_sources import AdapterSources
+    from jaxengine.server.adapters.lora import read_modules
     from jaxengine.server.adapters.lora_routes import LoraRoutes
     from jaxengine.server.base.names import names_of
 
     if server.batch_priority is not None and engine.scheduling_policy != "priority":
         problem = f"batch_priority is {server.batch_priority}, and scheduling_policy is {engine.scheduling_policy!r}"
         raise ConfigError.because("batch_priority", problem, "give --scheduling-policy priority")
-    for name in ("lora_dirs", "lora_hub_owners", "lora_routes"):
+    for name in ("lora_modules", "lora_root", "lora_dirs", "lora_hub_owners", "lora_routes"):
         if getattr(server, name) and not engine.enable_lora:
             raise ConfigError.because(name, f"{name} is given without enable_lora", "give --enable-lora too")
     engine.structured_outputs_config.check_for_server()
+    for name, fits in (("lora_root", os.path.isdir), ("weight_upload_dir", is_writable_folder)):
+        if (value := getattr(server, name)) is not None and not (value and fits(named_path(name, value))):
+            raise ConfigError(name, value, "a folder that is there and can be used")
+    read_modules(server.lora_modules)
     AdapterSources(server)
     LoraRoutes.of(server, names_of(engine.model, server))
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from jaxengine.check.model.published import CONFIGS
 from jaxengine.checkpoint.hub import download
 from jaxengine.checkpoint.model_source import as_asked, open_model
+from jaxengine.config.base.files import named_path
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.inputs.multimodal import AUDIO, IMAGE
 from jaxengine.models.config.attention import LayerAttention
@@ -201,7 +201,7 @@ def model_config(
       ConfigError: the name is none of these, or the model is quantised in another way.
       ModelFileError: the model's files cannot be used.
     """
-    path = Path(name).expanduser()
+    path = named_path("model", name)
     if path.is_file() and name.lower().partition(":")[0] not in SHAPES:
         config = EngineConfig(model=name, load_format="dummy", quantization=quantization)
         return open_model(config, keep_tables=keep_tables).config
@@ -221,7 +221,7 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
         if whole:
             return SHAPES[known]
         return replace(SHAPES[known], attention=SHAPES[known].attention[: int(layers)])
-    path = Path(name).expanduser()
+    path = named_path("model", name)
     if path.is_dir():
         return read_folder(path)
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):

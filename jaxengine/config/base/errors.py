@@ -8,8 +8,6 @@ from typing import Any
 
 # Limits, in characters, of a value and of a problem in a message: a path is shown whole, a megabyte of text is not.
 _MOST_SHOWN, _MOST_OF_PROBLEM = 1000, 4000
-# Levels of a dict or list, and bits of an integer, which Python prints up to 4300 digits.
-_MOST_LEVELS, _MOST_BITS = 64, 14_000
 
 
 class ConfigError(ValueError):
@@ -61,18 +59,18 @@ def json_object(option: str, value: Any) -> Mapping[str, Any]:
 
 
 def printable(option: str, value: Any) -> Any:
-    """Return the value of an option unchanged. Raises ConfigError for one that no message can show: an int of thousands
-    of digits, or more than 64 levels of dicts and lists.
+    """Return the value of an option unchanged. Raises ConfigError for one that no message can show: 64 levels of dicts
+    and lists, or a number of thousands of digits.
     """
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        if any(isinstance(each, int) and each.bit_length() > _MOST_BITS for each in level):
-            raise ConfigError.because(option, f"{option} has an integer of thousands of digits", "give a smaller one")
+    level, depth = [value], 0
+    while level and depth < 64 and not any(isinstance(each, int) and each.bit_length() > 14_000 for each in level):
         lists = [[*each.values()] if isinstance(each, Mapping) else each for each in level]
-        # Each object once, or a dict that contains itself twice doubles with each level.
+        # By id, or a dict that contains itself twice doubles with each level.
         level = [*{id(item): item for each in lists if isinstance(each, list | tuple) for item in each}.values()]
+        depth += 1
     if level:
-        raise ConfigError.because(option, f"{option} has more than {_MOST_LEVELS} levels", "nest it less")
+        problem = f"{option} has more than 64 levels, or a number of thousands of digits"
+        raise ConfigError.because(option, problem, "give less")
     return value
 
 
@@ -88,5 +86,8 @@ def _shown(value: Any) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text, with "..." in place of its middle if it is longer than `most` characters."""
+    """Return a text, escaped unless it can be printed in a line, with "..." in place of its middle if it is longer than
+    `most` characters.
+    """
+    text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"

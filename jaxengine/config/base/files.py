@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from jaxengine.config.base.errors import ConfigError
@@ -28,6 +29,23 @@ def named_path(option: str, value: str | os.PathLike[str]) -> Path:
         return path
     text = str(value)[:200]
     raise ConfigError.because(option, f"{option} {text!r} cannot be the name of a file ({why})", "give another one")
+
+
+def read_file(path: Path, most: int) -> tuple[bytes, os.stat_result]:
+    """Return the content of a regular file of at most `most` bytes, and its status. Raises OSError for a file that
+    cannot be read, ValueError for other files.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG((status := os.fstat(descriptor)).st_mode):
+            raise ValueError("it is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return content, status
 
 
 def is_writable_folder(path: Path) -> bool:

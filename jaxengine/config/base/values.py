@@ -106,7 +106,9 @@ def kind_missed(value: Any, annotation: str | tuple[Any, ...]) -> str | None:
         return None
     kind = annotation.removesuffix(" | None").partition("[")[0]
     types, said = _KINDS.get(kind, (object, ""))
-    if isinstance(value, types) and not (isinstance(value, bool) and kind in ("int", "float")):
-        if kind != "str | list" or all(isinstance(each, str) for each in value):
-            return None
+    wrong = isinstance(value, bool) and kind in ("int", "float")
+    if isinstance(value, (list, tuple)) and kind == "str | list":
+        wrong = not all(isinstance(each, str) for each in value)
+    if isinstance(value, types) and not wrong:
+        return None
     return said + (" or None" if "None" in annotation else "")

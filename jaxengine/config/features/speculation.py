@@ -107,8 +107,8 @@ class SpeculativeConfig:
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
         for name in filter(chosen.__contains__, _HOW):
             given, kind = chosen.pop(name), _HOW[name]
-            if kind == "int" and isinstance(given, str) and given.isdecimal():  # as some recipes have it
-                given = int(given[:20])
+            if kind == "int" and str(given).isdecimal():  # some recipes have a text
+                given = int(str(given)[:20])
             if (wanted := kind_missed(given, kind)) or kind == "int" and given < 1:
                 raise ConfigError(f"{NAME}.{name}", given, wanted or "at least 1")
             logger.info("%s.%s=%r changes nothing here: no token depends on it", NAME, name, given)

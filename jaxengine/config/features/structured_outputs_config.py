@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError, not_built
-from jaxengine.config.base.values import plain
+from jaxengine.config.base.values import kind_missed, plain
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,9 @@ class StructuredOutputsConfig:
         if self.backend not in ("auto", "guidance"):
             name = "structured_outputs_config.backend"
             logger.info("%s=%r changes nothing here: grammars are llguidance's", name, self.backend)
-        if not isinstance(self.reasoning_parser, str):
-            raise ConfigError("structured_outputs_config.reasoning_parser", self.reasoning_parser, "a parser's name")
-        for name in self.switches():
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"structured_outputs_config.{name}", getattr(self, name), "True or False")
+        for field in fields(self):
+            if wanted := kind_missed(value := getattr(self, field.name), str(field.type)):
+                raise ConfigError(f"structured_outputs_config.{field.name}", value, wanted)
 
     def check_for_server(self) -> None:
         """Raise ConfigError if a reasoning parser is given: a server has the option --reasoning-parser for it."""

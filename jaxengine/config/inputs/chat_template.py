@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import read_file
 
 # As in tokens.content_format, which imports no options.
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -39,7 +40,8 @@ def read_chat_template(value: Any) -> Any:
     if not isinstance(value, str) or not value or _is_template(value):
         return value
     try:
-        text = _read(Path(value).expanduser())
+        # A byte order mark would begin every prompt.
+        text = read_file(Path(value).expanduser(), _MAX_BYTES)[0].decode("utf-8-sig")
     except (OSError, ValueError, RuntimeError) as error:  # includes invalid file names and a missing home folder
         why = getattr(error, "strerror", None) or error
         raise ConfigError.because(
@@ -50,22 +52,6 @@ def read_chat_template(value: Any) -> Any:
             "chat_template", f"the file of chat_template {value[:200]!r} holds no template", _ADVICE
         )
     return text
-
-
-def _read(path: Path) -> str:
-    """Return the text of a regular file of at most 1 MiB of UTF-8, without a byte order mark.
-
-    Raises OSError for a file that cannot be read; ValueError for a larger file, other bytes, and anything but a regular
-    file.
-    """
-    path.stat()  # raises OSError with the reason if there is none
-    if not path.is_file():
-        raise ValueError("it is not a regular file")
-    with path.open("rb") as file:
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-    return content.decode("utf-8-sig")  # drops a byte order mark, which would begin every prompt
 
 
 def _is_template(text: str) -> bool:

@@ -13,9 +13,8 @@ from PIL import Image
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.llava_next import best_size, on_canvas
 from jaxengine.media.processors.settings import MAX_SIDE, are_sizes, bad_option, check_options
-from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, gridless, integer_option
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.scheduler.base.errors import RequestError
 
 _MOST, _LEAST, _SPLIT, _SIZES = NAMES = "max_image_size", "min_image_size", "split_image", "split_resolutions"
 # Sides of squares that there are, in pixels.
@@ -125,14 +124,8 @@ class AriaProcessor(UnitProcessor):
         return Processed(patches, places, rows.ravel(), len(crops) * count, (1, across, across * len(crops)))
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its crops in one
-        line. Raises RequestError if a grid is given, and for partial crops.
-        """
         count, side = self._squares()[self.most], self.most // self.patch
-        if grid is not None or num_rows % count:
-            shown = f"{num_rows} with grid {grid}" if grid else num_rows
-            problem = f"embeddings of an image of this model must be a multiple of {count}; they have no grid; got"
-            raise RequestError(f"{problem} {shown}", param="image")
+        gridless(num_rows, grid, num_rows % count == 0, f"a multiple of {count}")
         return 1, side, side * (num_rows // count)
 
     def _squares(self) -> dict[int, int]:

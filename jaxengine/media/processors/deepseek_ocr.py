@@ -37,10 +37,6 @@ class DeepseekOcrProcessor(DeepseekOcr2Processor):
         return self.side
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows): the grid counts for nothing.
-
-        Raises RequestError if a grid is given, and for a number of embeddings that no image has.
-        """
         whole, tile = (side // self.patch // self.ahead for side in (self.side, self.tile_side))
         first = whole * (whole + 1) + 1
         cut = {rows * tile * (columns * tile + 1) for rows, columns in tilings(2, MAX_TILES)}

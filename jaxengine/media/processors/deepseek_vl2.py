@@ -139,9 +139,6 @@ class DeepseekVL2Processor(UnitProcessor):
         return out, whole.size + 1 + rows * lines * width
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if a grid is given, and for a
-        number of embeddings that no image has.
-        """
         tilings = {(1, 1), *((height // self.side, width // self.side) for height, width in self.sizes)}
         counts = sorted({self._numbered(*tiling)[1] for tiling in tilings})
         return gridless(num_rows, grid, num_rows in counts, f"one of {', '.join(map(str, counts))}")

@@ -14,9 +14,8 @@ from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
 from jaxengine.media.processors.text_placeholder import TextPlaceholder
-from jaxengine.media.processors.units import UnitProcessor
+from jaxengine.media.processors.units import UnitProcessor, gridless
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.scheduler.base.errors import RequestError
 
 _PLACEHOLDER = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 
@@ -79,12 +78,7 @@ class Glm4v9bProcessor(TextPlaceholder, UnitProcessor):
         return self.tower.unit // self.tower.merge
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid (1, height, width) in patches of an image given as num_rows embeddings. Raises RequestError
-        if a grid is given, and for another number than that of an image.
-        """
-        if grid is not None or num_rows != self._count:
-            problem = f"embeddings of an image of this model must be {self._count}; they have no grid; got {num_rows}"
-            raise RequestError(f"{problem} with grid {grid}" if grid else problem, param="image")
+        gridless(num_rows, grid, num_rows == self._count, f"{self._count}")
         side = self.side // self.patch
         return 1, side, side
 

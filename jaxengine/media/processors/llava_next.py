@@ -17,8 +17,8 @@ import numpy as np
 from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import Pixels, are_sizes, tiles_of
+from jaxengine.media.processors.units import gridless
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.scheduler.base.errors import RequestError
 
 _NAME = "image_grid_pinpoints"
 _MAX_TILES, _MAX_PINPOINTS = 64, 256
@@ -132,12 +132,7 @@ class LlavaNextProcessor(LlavaProcessor):
         return Processed(patches, no_columns, out.ravel(), count, size)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows), since an image may have any number of embeddings. Raises RequestError if a grid is
-        given.
-        """
-        if grid is not None:
-            raise RequestError("embeddings of an image of this model have no grid", param="image")
-        return 1, 1, num_rows
+        return gridless(num_rows, grid, True, "any number")
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
         """Return the (rows, columns) of `tilings` that keeps most of an image's pixels, and of equal ones the smallest.

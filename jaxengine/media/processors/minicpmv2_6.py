@@ -102,9 +102,6 @@ class ResampledProcessor(TextPlaceholder, MiniCPMVProcessor):
         return [(1, self.tower.num_queries)] * max(1, len(item.crops))
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid of an image that is not cut, given as num_rows embeddings. Raises RequestError for a grid,
-        and for another number than that of a crop.
-        """
         queries = self.tower.num_queries
         if grid is not None or num_rows != queries:
             problem = f"embeddings of an image of this model must be {queries}, of one that is not cut, without a grid"

@@ -148,9 +148,6 @@ class TiledRadioProcessor(RadioProcessor):
         return self.processed(np.empty((count * side * side, 0), np.float32), (count, side, side), seconds)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid of an image given as num_rows embeddings: tiles, and rows and columns of patches of each.
-        Raises RequestError for partial tiles, and for another grid.
-        """
         side = self.side // self.tower.patch_size
         each = side * side // self.tower.merge
         found = num_rows // each, side, side

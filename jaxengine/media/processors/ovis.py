@@ -92,9 +92,6 @@ class OvisProcessor(Ovis2Processor):
         return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if a grid is given, and for a
-        number of embeddings that no image has.
-        """
         each = self.tower.vit.num_patches // self.tower.merge
         # Around and between n tiles, of which one is the whole itself, there are three and n - 1 embeddings.
         counts = [each + 3, *((1 + tiles) * each + 2 + tiles for tiles in range(2, self.max_tiles + 1))]

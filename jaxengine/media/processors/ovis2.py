@@ -113,9 +113,6 @@ class Ovis2Processor(TextPlaceholderProcessor):
         return [token for _, each in sequence for token in (atoms if each is None else [self.indicators[each]])]
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid of an image that is not cut, given as num_rows embeddings, those of its three indicators
-        included. Raises RequestError for a grid, and for another number.
-        """
         rows, side = self.tower.vit.num_patches // self.tower.merge + 3, self.side // self.patch
         if grid is not None or num_rows != rows:
             problem = f"embeddings of an image of this model must be {rows}, of one that is not cut, without a grid"

@@ -21,6 +21,7 @@ from jaxengine.media.processors.grids import learned_places
 from jaxengine.media.processors.settings import tiles_of
 from jaxengine.media.processors.text_placeholder import with_one_token
 from jaxengine.media.processors.tiles import LimitedTiles, tilings
+from jaxengine.media.processors.units import gridless
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
@@ -73,12 +74,7 @@ class Phi4MultimodalProcessor(LimitedTiles):
         return self.max_tiles * self.side, self.side
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows), since an image may have any number of embeddings. Raises RequestError if a grid is
-        given.
-        """
-        if grid is not None:
-            raise RequestError("embeddings of an image of this model have no grid", param="image")
-        return 1, 1, num_rows
+        return gridless(num_rows, grid, True, "any number")
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower: the whole, then its tiles line by line.

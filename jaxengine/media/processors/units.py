@@ -323,11 +323,9 @@ class UnitProcessor:
         Raises RequestError if a grid is given, for partial units, and for more units than most_given.
         """
         rows, side = self.rows_of_unit, self.side // self.patch
-        if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
-            tiles = f"{rows}, those of one tile: positions of more than one are undefined"
-            allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles
-            problem = f"embeddings of an image of this model must be {allowed}; they have no grid"
-            raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
+        tiles = f"{rows}, those of one tile: positions of more than one are undefined"
+        allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles
+        gridless(num_rows, grid, num_rows % rows == 0 and num_rows // rows <= self.most_given, allowed)
         return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:

@@ -89,9 +89,11 @@ async def load_from_root(
     try:
         root = Path(config.lora_root).expanduser().resolve()
         folder = (root / path).resolve()
-    except (OSError, RuntimeError, ValueError):  # no file can have such a name, or links lead in a circle
-        folder = None
-    if folder is None or not folder.is_relative_to(root):
+    except (OSError, RuntimeError, ValueError):
+        why = "has links in a circle, or cannot be the name of a file"
+        text = f"lora_path {show_value(path)} {why}; allowed: folders in lora_root"
+        raise RequestError(text, param="lora_path", value=path) from None
+    if not folder.is_relative_to(root):
         text = f"lora_path {show_value(path)} leads out of lora_root; allowed: folders in it"
         raise RequestError(text, param="lora_path", value=path)
     if not os.path.exists(folder):  # no error for a name that is too long

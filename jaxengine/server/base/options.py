@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import ipaddress
 import json
-import os
 import re
 import stat
 from dataclasses import dataclass
 from typing import Any
 
 from jaxengine.config.base.errors import printable
-from jaxengine.config.base.files import named_path
+from jaxengine.config.base.files import named_path, read_file
 from jaxengine.config.base.values import kind_missed
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.registry import reasoning_format, tool_format
@@ -286,6 +285,9 @@ class ServerConfig:
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")
                 raise ConfigError.because(name, f"{name} needs {other}, which is not given", f"give {flag} too")
+        for name in ("served_model_name", "response_role", "root_path"):
+            if not "".join(getattr(self, name)).isprintable():  # answers have it, or logs
+                raise ConfigError(name, getattr(self, name), "text that can be printed")
         if self.log_format not in ("text", "json"):
             raise ConfigError("log_format", self.log_format, "text, json")
         self._check_store()
@@ -362,14 +364,15 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        with named_path(name, path).open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        content, status = read_file(named_path(name, path), MIB)
+        lines = content.decode("utf-8-sig").splitlines()
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        why = "it is not text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
         problem = f"{name} {path!r} cannot be read ({why})"
         raise ConfigError.because(name, problem, "name a file with one key a line") from None
-    if mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         problem = f"{name} {path!r} is a file that others may write, who could add a key of their own"
         raise ConfigError.because(name, problem, f"chmod o-w {path}")
     keys = tuple(line.strip() for line in lines if line.strip())

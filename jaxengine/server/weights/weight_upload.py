@@ -44,6 +44,7 @@ async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIte
     if _num_uploads >= MAX_UPLOADS:
         raise OverloadedError(f"{MAX_UPLOADS} uploads of weights are under way; try again when one has ended")
     _num_uploads += 1
+    folder = os.path.expanduser(folder)
     descriptor, path = -1, ""
     try:
         # Not on a thread, whose file a cancelled caller would leave behind.

@@ -153,6 +153,14 @@ def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
         ("bench latency --n 2", "there is no '--n' here; see jaxengine bench latency --help"),
         ("serve --max-model-len 4x", "argument --max-model-len: '4x' is not a whole number"),
         ("bench host --num-seqs 0", "'0' is not a whole number of at least 1"),
+        ("plan ~nobody.here/x", "model '~nobody.here/x' cannot be the name of a file (Could not determine home dir"),
+        ("check ~nobody.here/x", "model '~nobody.here/x' cannot be the name of a file (Could not determine home dir"),
+        ("replay ~nobody.here/x", "folder '~nobody.here/x' cannot be the name of a file (Could not determine home dir"),
+        *(
+            (f"generate x --{option.replace('_', '-')} ~nobody.here/x", f"{option} '~nobody.here/x' cannot be the name")
+            for option in ("bundle", "compile_cache_dir", "download_dir", "record_steps", "record_trace")
+        ),
+        ("generate --file /no/such\x0bfile\udcff", "the prompts in /no/such\\x0bfile\\udcff cannot be read"),
         (
             "generate --file /no/such/file",
             "the prompts in /no/such/file cannot be read (No such file or directory); name",
@@ -161,7 +169,7 @@ def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
 )
 def test_a_wrong_command_line_is_one_line(line, said, capsys):
     try:
-        status = main(line.split())
+        status = main(line.split(" "))
     except SystemExit as end:
         status = end.code
     told = capsys.readouterr().err
@@ -225,7 +233,10 @@ def test_every_command_takes_a_file(tmp_path, command):
         ("a: b: c", "is not YAML"),
         ("a: !!python/object:os.system x", "is not YAML"),
         ("hf-overrides: {2024-01-01: 1}", "hf-overrides is .*; allowed: keys that are text"),
-        ("hf-overrides: &a {b: *a}", "hf-overrides has more than 64 levels; nest it less"),
+        (
+            "hf-overrides: &a {b: *a}",
+            "hf-overrides has more than 64 levels, or a number of thousands of digits; give less",
+        ),
         pytest.param("dtype: auto\n" * 100_000, "has more than 1048576 characters", id="cut in the middle"),
     ],
 )

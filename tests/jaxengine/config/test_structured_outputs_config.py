@@ -75,7 +75,7 @@ def test_a_requests_white_space_goes_before():
     ("value", "said"),
     [
         ({"backend": "xgrammer"}, "auto, guidance, xgrammar"),
-        ({"reasoning_parser": 3}, "a parser's name"),
+        ({"reasoning_parser": 3}, "allowed: text"),
         ({"enable_in_reasoning": True}, "enable_in_reasoning"),
         ({"lenient": 1}, "lenient"),
         ({"whitespace": " "}, "it has backend, disable_any_whitespace"),

@@ -60,9 +60,13 @@ async def test_over_http(engine, admin, tmp_path):
 
         before = await text("base")
         assert (await client.post(LOAD, json={"lora_name": "a", "lora_path": "a"})).status_code in (401, 403)
-        for path in ("link", "../outside", str(tmp_path / "outside"), "a\0"):
+        (tmp_path / "root" / "circle").symlink_to("circle")
+        for path, said in (
+            *((path, "leads out of lora_root") for path in ("link", "../outside", str(tmp_path / "outside"))),
+            *((path, "has links in a circle, or cannot be the name of a file") for path in ("circle", "a\0")),
+        ):
             refused = await operator.post(LOAD, json={"lora_name": "a", "lora_path": path})
-            assert refused.status_code == 400 and "leads out of lora_root" in refused.text, path
+            assert refused.status_code == 400 and said in refused.text and str(tmp_path / "root") not in refused.text
         (tmp_path / "root" / "empty").mkdir()
         for name, path, status in (("base", "a", 400), ("a", "empty", 400), ("a", "c", 404), ("a", "é" * 300, 404)):
             refused = await operator.post(LOAD, json={"lora_name": name, "lora_path": path})

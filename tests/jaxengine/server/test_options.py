@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 
-from jaxengine.config.engine_config import ConfigError
+from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.command import check_together
 from jaxengine.server.processes.sockets import listen, reserve_port
 from tests.tables import each_row
 
@@ -21,6 +23,10 @@ from tests.tables import each_row
         ({"api_server_count": 0}, "api_server_count"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout"),
         ({"request_timeout": 0}, "request_timeout"),
+        ({"request_timeout": 10**400}, "request_timeout"),
+        ({"served_model_name": ["a", "b\udcff"]}, "served_model_name"),
+        ({"response_role": "a\nb"}, "response_role"),
+        ({"root_path": "/\0"}, "root_path"),
         ({"engine_hang_timeout": 0.5}, "engine_hang_timeout"),
         ({"engine_hang_timeout": -1.0}, "engine_hang_timeout"),
         ({"api_hang_timeout": 0.5}, "api_hang_timeout"),
@@ -81,6 +87,15 @@ def test_keys_come_from_options_and_files(tmp_path):
     file.unlink()
     with pytest.raises(ConfigError, match="cannot be read .No such file.*; name a file with one key a line"):
         config.api_keys()
+    os.mkfifo(file)  # which nobody writes
+    with pytest.raises(ConfigError, match="cannot be read .it is not a regular file.; name a file with one key a line"):
+        config.api_keys()
+    file.unlink()
+    file.write_bytes(b"\xef\xbb\xbfone\n" + b"\n" * (1 << 20))
+    with pytest.raises(ConfigError, match="cannot be read .it has more than 1048576 bytes."):
+        config.api_keys()
+    file.write_bytes(b"\xef\xbb\xbfone\n")  # as editors of Windows begin it
+    assert config.api_keys() == ("one", "one")
 
 
 def test_no_key_is_shown():
@@ -121,3 +136,26 @@ def test_a_key_file_that_others_may_write_is_refused(tmp_path):
         file.chmod(0o602)
         with pytest.raises(ConfigError, match=f"{name}.*others may write.*chmod o-w"):
             getattr(config, read)()
+
+
+def test_folders_and_adapters_are_checked_before_any_process_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to("circle")
+    lora = EngineConfig(enable_lora=True)
+    for name, *wrong in (
+        ("lora_root", "", "file", "none", "circle", "a\0"),
+        ("weight_upload_dir", "", "file", "none", "circle", "a\0"),
+        ("lora_dirs", "file", "none", "circle", "a\0"),
+        ("lora_modules", "file"),
+    ):
+        keys = {"enable_admin": True, "admin_key_file": "keys"} if name == "weight_upload_dir" else {}
+        for value in wrong:
+            value = value if value == "" or name == "lora_modules" else f"{tmp_path}/{value}"
+            with pytest.raises(ConfigError, match=f"^{name} ") as error:
+                check_together(ServerConfig(**keys, **{name: value}), lora)
+            assert error.value.param == name
+        right = f"a={tmp_path}" if name == "lora_modules" else str(tmp_path)
+        check_together(ServerConfig(**keys, **{name: right}), lora)
+        if name != "weight_upload_dir":
+            with pytest.raises(ConfigError, match=f"{name} is given without enable_lora"):
+                check_together(ServerConfig(**{name: right}), EngineConfig())
