@@ -61,7 +61,7 @@ def writable_folder(option: str, value: str | os.PathLike[str]) -> Path:
     Raises ConfigError, which names the option, otherwise.
     """
     path = named_path(option, value)
-    there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+    there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if not is_writable_folder(there):
         raise ConfigError(option, str(path), "a folder that can be written")
     return path

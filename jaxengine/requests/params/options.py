@@ -68,7 +68,8 @@ class RequestOptions:
         if self.lora is not None and not (enable_lora and isinstance(self.lora, str)):
             text = f"lora is {show_value(self.lora)}; it must be the name of an adapter, and needs enable_lora"
             raise RequestError(text, param="lora", value=self.lora)
-        session_of({"session_id": self.session})
+        if self.session is not None:
+            check_session("session_id", self.session)
         client = self.client
         if client is None:
             return
@@ -79,16 +80,13 @@ class RequestOptions:
             raise RequestError(text, param="client", value=client)
 
 
-def session_of(given: Mapping[str, Any]) -> str | None:
-    """Return the first of a session's names that is not empty; None if there is none. given: the names, by the fields
-    that have them. Raises RequestError, which names the field, for one that is not allowed.
+def check_session(name: str, session: Any) -> str:
+    """Return the name of a session, which the field `name` has, unchanged. Raises RequestError for one that is not
+    allowed.
     """
-    for name, session in given.items():
-        if session not in (None, ""):
-            if not isinstance(session, str) or SESSION.fullmatch(session) is None:
-                raise invalid(name, session, "1 to 128 letters, digits, '.', '_', ':' and '-'")
-            return session
-    return None
+    if not isinstance(session, str) or SESSION.fullmatch(session) is None:
+        raise invalid(name, session, "1 to 128 letters, digits, '.', '_', ':' and '-'")
+    return session
 
 
 def session_key(owner: str, session: str | None) -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxengine.config.base.files import writable_folder
 from jaxengine.config.base.values import read_size
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
 from tests.tables import each_row
@@ -109,3 +110,16 @@ def test_an_error_says_what_is_wrong_and_what_to_do():
     assert error.value.param == "foo_bar"
     with pytest.raises(ConfigError, match="no 'pass_configs' here.*; it has cudagraph_capture_sizes"):
         EngineConfig.from_options(compilation_config={"pass_configs": {}})
+
+
+def test_a_folder_to_be_made_is_no_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "dangling").symlink_to("none")
+    (tmp_path / "file").write_text("")
+    for name in ("circle", "dangling", "dangling/new", "file", "file/new"):
+        with pytest.raises(ConfigError, match="record_steps is .*; allowed: a folder that can be written"):
+            writable_folder("record_steps", tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in (".", "new", "new/er", "link", "link/new"):
+        assert writable_folder("record_steps", tmp_path / name) == tmp_path / name
+    assert not (tmp_path / "new").exists()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.params.activations import MAX_STEER
-from jaxengine.requests.params.options import RequestOptions, session_of
+from jaxengine.requests.params.options import RequestOptions, check_session
 from jaxengine.requests.params.prepared import verify_salt
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError, invalid, show_value
@@ -266,7 +266,8 @@ class NamedRequest(RequestModel):
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
         own, further = getattr(self, "session_id", None), (getattr(self, "vllm_xargs", None) or {}).get("session_id")
         sessions = {"session_id": own, "X-Session-Id": request.headers.get("x-session-id")}
-        session = session_of(sessions | {"vllm_xargs.session_id": further})
+        given = (sessions | {"vllm_xargs.session_id": further}).items()
+        session = next((check_session(name, each) for name, each in given if each not in (None, "")), None)
         return RequestOptions(priority, timeout, state.client, state.arrival, lora, state.owner_tag, session)
 
     def register(self, prefix: str, request: Request) -> str:
