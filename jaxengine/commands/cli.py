@@ -21,6 +21,7 @@ from jaxengine.cluster.channel import ClusterError
 from jaxengine.commands import collect_env, complete, report, tune
 from jaxengine.commands.remote import add_url_options, check_sampling_options, remote_model
 from jaxengine.commands.sampling_options import SAMPLING_OPTIONS
+from jaxengine.config.base.errors import cut
 from jaxengine.config.base.flexible_parser import FlexibleArgumentParser
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -72,8 +73,8 @@ class _Parser(FlexibleArgumentParser):
     """Argument parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message in one line to standard error and exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        """Print the message in one line to standard error, cut to 2000 characters, and exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {cut(message, 2000)}; see {self.prog} --help\n")
 
 
 def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:

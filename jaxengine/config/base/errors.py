@@ -31,7 +31,7 @@ class ConfigError(ValueError):
         it; it follows the problem in the message.
         """
         error = cls.__new__(cls, param, problem, advice)
-        ValueError.__init__(error, f"{_cut(problem, _MOST_OF_PROBLEM)}; {advice}")
+        ValueError.__init__(error, f"{cut(problem, _MOST_OF_PROBLEM)}; {advice}")
         error.param = param
         return error
 
@@ -82,10 +82,10 @@ def _shown(value: Any) -> str:
         text = repr(value)
     except Exception:  # as of a value that `printable` refuses
         return f"<{type(value).__name__} that cannot be printed>"
-    return _cut(text, _MOST_SHOWN)
+    return cut(text, _MOST_SHOWN)
 
 
-def _cut(text: str, most: int) -> str:
+def cut(text: str, most: int) -> str:
     """Return a text, escaped unless it can be printed in a line, with "..." in place of its middle if it is longer than
     `most` characters.
     """

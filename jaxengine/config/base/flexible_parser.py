@@ -153,7 +153,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if flag not in merged:
                 merged[flag] = _given_dict(words, names_of(action))
             self._set_key(merged[flag], found[2], value, word)
-        return kept + [f"{flag}={json.dumps(value)}" for flag, value in merged.items()]
+        try:
+            return kept + [f"{flag}={json.dumps(value)}" for flag, value in merged.items()]
+        except RecursionError:
+            self.error(f"argument {', '.join(merged)}: a key has too many dots")
 
     def _set_key(self, target: dict[str, Any], path: str, text: str, word: str) -> None:
         """Set the value at a dotted path of a dict, or extend the list there if the path ends with "+".

@@ -160,6 +160,11 @@ def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
             (f"generate x --{option.replace('_', '-')} ~nobody.here/x", f"{option} '~nobody.here/x' cannot be the name")
             for option in ("bundle", "compile_cache_dir", "download_dir", "record_steps", "record_trace")
         ),
+        (f"generate x --hf-overrides{'.a' * 20_000} 1", "argument --hf-overrides: a key has too many dots"),
+        (
+            f"generate x --hf-overrides {'[' * 100_000}",
+            "[' is not the JSON expected here; see",
+        ),
         ("generate --file /no/such\x0bfile\udcff", "the prompts in /no/such\\x0bfile\\udcff cannot be read"),
         (
             "generate --file /no/such/file",
@@ -174,6 +179,7 @@ def test_a_wrong_command_line_is_one_line(line, said, capsys):
         status = end.code
     told = capsys.readouterr().err
     assert status == 2 and said in told and told.count("\n") == 1 and told.startswith("jaxengine")
+    assert len(told) < 5000
 
 
 def write(tmp_path, text: str) -> str:
