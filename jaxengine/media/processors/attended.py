@@ -56,7 +56,6 @@ class AttendedProcessor:
         return self.item(np.zeros((self.num_frames, 0), np.float32), columns)
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
-        """Return this processor, which has no options. Raises RequestError for any option."""
         check_options(options, ())
         return self
 

@@ -84,9 +84,6 @@ class Ovis2_5Processor(TokenPositions):
         return super().resized_size(modality, num_frames, height, width, bounds)
 
     def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
-        """Raise RequestError if resized frames have more than `most` patches, those around them included; None for no
-        limit. frames: number of frames. height, width: size of a frame in pixels.
-        """
         count = frames * (height // self.tower.patch_size) * (width // self.tower.patch_size)
         check_room(modality, count + 2 * self.tower.merge, most)
 

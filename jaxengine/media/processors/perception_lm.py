@@ -43,9 +43,6 @@ class PerceptionLMProcessor(FrameUnits, LimitedTiles):
             self.modalities = ("image",)
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limit of tiles. Raises ModelConfigError for tiles of another size than the tower's, and for
-        a limit out of range.
-        """
         if fields.integer("tile_size") != self.side:
             raise fields.fail("tile_size", f"{self.side}, the tower's img_size")
         self.read_limit(fields)
@@ -58,13 +55,9 @@ class PerceptionLMProcessor(FrameUnits, LimitedTiles):
 
     @property
     def embedded_ids(self) -> tuple[int, ...]:
-        """Tokens at whose positions embeddings go: those of images and of videos."""
         return tuple(map(self.placeholder_id_of, self.modalities))
 
     def limit(self, options: Mapping[str, Any]) -> int:
-        """Return the most tiles of an image with these options, 0 for the whole alone. Raises RequestError for an
-        invalid one.
-        """
         if self.max_tiles:
             return super().limit(options)
         integer_option(options, self.limit_name, 1, MAX_TILES)  # refused although it changes nothing

@@ -245,7 +245,6 @@ class Qwen2VLProcessor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return (height, width) in pixels of the frames with the most patches."""
         return self.widest(self.capped(modality, num_frames, bounds))
 
     def capped(self, modality: str, num_frames: int, bounds: Bounds) -> Bounds:

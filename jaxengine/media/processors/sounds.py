@@ -145,7 +145,6 @@ class SoundProcessor:
         return Processed(none, *self.placed(sound, count), self.num_rows(sound), (1, count, 1))
 
     def with_options(self, options: Mapping[str, Any]) -> SoundProcessor:
-        """Return this processor, which has no options. Raises RequestError for any option."""
         check_options(options, ())
         return self
 
