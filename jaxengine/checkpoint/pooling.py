@@ -70,7 +70,9 @@ _GGUF_RANK = 4
 # Architectures of GGUF files that generate nothing, and how they pool if a file does not say it.
 _GGUF_POOLERS = {
     "bert": CLS,
-    **dict.fromkeys(("nomic-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "gemma-embedding", "eurobert"), MEAN),
+    **dict.fromkeys(
+        ("nomic-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "gemma-embedding", "eurobert", "t5encoder"), MEAN
+    ),
 }
 # How a reranker of an architecture pools, and the modules that its file must have: BERT's is RoBERTa if it has types.
 _GGUF_RERANKERS = {

@@ -19,6 +19,7 @@ from jaxengine.models.config.declared import (
     DeclaredForm,
 )
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import gguf_flags, gguf_sliding
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope, ropes_by_kind
 from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope, parts_of_heads
 from jaxengine.models.families.declared_rows import (
@@ -33,7 +34,7 @@ from jaxengine.models.families.declared_rows import (
     windowed,
 )
 from jaxengine.models.families.gemma2 import read_cap
-from jaxengine.models.families.granite import granite_multipliers
+from jaxengine.models.families.granite import granite_gguf_fields, granite_multipliers
 from jaxengine.models.layers.base.activations import read_activation
 
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
@@ -63,6 +64,18 @@ def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention)
     rope = {**(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}), "rope_theta": thetas[layer]}
     own = ConfigFields({**fields.raw, "rope_parameters": rope, "rope_scaling": None})
     return replace(attention, rope=read_rope(own, read_head_dim(fields)))
+
+
+def gguf_swash(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
+    """Return the layers of a GGUF file with sinks, those with a window as `attention.sliding_window_pattern` lists
+    them, and those with rope as `attention.rope_pattern` does, by default all. Raises ModelConfigError for wrong lists.
+    """
+    rotate = gguf_flags(fields, "attention.rope_pattern", [True] * len(layers))
+    each = zip(layers, gguf_sliding(fields, 1), rotate, strict=True)
+    return tuple(
+        replace(own, sinks=True, window=own.window if slides else None, rope=own.rope if rotates else None)
+        for own, slides, rotates in each
+    )
 
 
 def _scaled_embedding(fields: ConfigFields) -> Mapping[str, Any]:
@@ -249,6 +262,7 @@ DENSE_ROWS: dict[str, Row] = {
         adapt=full_first_of_four,
         each_layer=ropes_of_layers,
         more=granite_multipliers,
+        gguf=GGUFRow("granite_swa", layers=gguf_swash, read=granite_gguf_fields),
         **_LLAMA,
     ),
     "NanoChatForCausalLM": Row(

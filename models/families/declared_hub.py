@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import AROUND, GROUPS, LAYER, OFFSET, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import gguf_shared_experts
+from jaxengine.models.config.readers.gguf import gguf_fields, gguf_layers, gguf_shared_experts
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
 from jaxengine.models.families.declared_experts import gguf_sigmoid_experts, ling
 from jaxengine.models.families.declared_mixtures import STEP_NAMES
@@ -135,6 +136,12 @@ def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "rope_parameters": own if own and FULL in own else {FULL: plain[0], SLIDING: plain[1]},
         "rope_scaling": None,
     }
+
+
+def _gguf_plamo(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
+    """Return the layers of a GGUF file, of which those with a window have an unscaled rope."""
+    own, rope = layers[0], layers[0].rope
+    return gguf_layers(fields, replace(own, rope=rope and replace(rope, scaling=None)), replace(own, window=None), 8)
 
 
 def _pangu_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
@@ -445,6 +452,7 @@ HUB_ROWS: dict[str, Row] = {
         tied=True,
         adapt=_plamo_fields,
         each_layer=kinds_of_ropes,
+        gguf=GGUFRow("plamo3", layers=_gguf_plamo, read=partial(gguf_fields, yarn={"truncate": False})),
         **_RMS,
     ),
     "PanguUltraMoEForCausalLM": Row(

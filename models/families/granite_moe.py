@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts
-from jaxengine.models.families.declared_dense import ropes_of_layers
+from jaxengine.models.config.readers.gguf import WITH_EXPERTS, GGUFConfig, gguf_experts
+from jaxengine.models.families.declared_dense import gguf_swash, ropes_of_layers
 from jaxengine.models.families.declared_rows import full_first_of_four
 from jaxengine.models.families.granite import granite_gguf_fields, granite_multipliers
 from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
@@ -63,6 +63,13 @@ class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
 
 class GraniteMoeSWAForCausalLM(GraniteMoeSharedForCausalLM):
     """Granite with experts, sinks, windows in three of four layers, and a base of rope by layer (Granite Swash)."""
+
+    gguf_architecture: ClassVar[str | None] = WITH_EXPERTS["granite_swa"]
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        shared = super().read_gguf(gguf)
+        return shared | {"attention": gguf_swash(gguf.fields, shared["attention"])}
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import MIXTRAL, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.gguf import WITH_EXPERTS, GGUFConfig, gguf_experts, gguf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
@@ -18,7 +18,7 @@ from jaxengine.models.params.source import CheckpointNames, StackedExperts
 class MixtralForCausalLM(LlamaForCausalLM):
     """Llama without biases, with experts and, in some checkpoints, one sliding window for all layers."""
 
-    gguf_architecture: ClassVar[str | None] = MIXTRAL
+    gguf_architecture: ClassVar[str | None] = WITH_EXPERTS["llama"]
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         stacked_experts=StackedExperts(modules=("w1", "w3", "w2")), parts=((".mlp.", ".block_sparse_moe."),)
     )

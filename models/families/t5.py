@@ -4,6 +4,7 @@ biases of attention by the distance of two tokens in place of positions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +14,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import MEAN
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.forward_batch import ForwardBatch
@@ -35,6 +37,7 @@ _FIELDS = {
     "max_position_embeddings": ("n_positions", 512),
     "vocab_size": ("vocab_size", 32128),
 }
+_UNSCALED: dict[str, Any] = {"causal": False, "scale": 1.0}  # of products: the weights are scaled
 _GATED = "gated-"  # beginning of the names of gated MLPs; the rest is that of the activation
 _ATTENTION, _MLP = f"{LAYER}.layer.0.SelfAttention", f"{LAYER}.layer.1.DenseReluDense"
 
@@ -46,7 +49,9 @@ class T5EncoderModel(Encoder):
       has_own_distances: whether each layer has a table of these biases, instead of one for all.
     """
 
+    gguf_architecture: ClassVar[str | None] = "t5encoder"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        parts=((".DenseReluDense.wi.", ".DenseReluDense.wi_1."),),
         prefixes=(("model.encoder.block.", "model.layers."), ("model.encoder.final_layer_norm.", "model.norm.")),
         heads=("model.decoder.", "model.encoder.embed_tokens.", "lm_head."),
     )
@@ -68,10 +73,23 @@ class T5EncoderModel(Encoder):
             )
         gated = kind.startswith(_GATED)
         encoder = EncoderConfig(activation, 0, num_positions=0, distances=(buckets, farthest), gated=gated)
-        # Products are not scaled: the weights are.
-        options: dict[str, Any] = {"causal": False, "scale": 1.0, "activation": HIDDEN_ACT}
+        options: dict[str, Any] = {"activation": HIDDEN_ACT, **_UNSCALED}
         ropes = [None] * fields.integer("num_hidden_layers")
         return hf_fields(fields, ropes=ropes, eps="layer_norm_epsilon", tied=True, **options) | {"encoder": encoder}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        shared, gated = gguf_fields(gguf, **_UNSCALED), "ffn_gate" in gguf.stored
+        name, farthest = "attention.relative_buckets_count", 128  # which llama.cpp fixes
+        if not 4 <= (buckets := gguf.fields.integer(name)) < 4 * farthest:
+            raise gguf.fields.fail(name, f"from 4 to {4 * farthest - 1}")
+        activation = "gelu_new" if gated else "relu"
+        encoder = EncoderConfig(activation, 0, num_positions=0, distances=(buckets, farthest), gated=gated)
+        return shared | {
+            "encoder": encoder,
+            "attention": tuple(replace(each, rope=None) for each in shared["attention"]),
+            "tie_word_embeddings": True,
+        }
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
@@ -118,7 +136,7 @@ class T5EncoderModel(Encoder):
         assert encoder is not None
         options: dict[str, Any] = {"source": _MLP, "activation": ACTIVATIONS[encoder.activation], "build": build}
         if not encoder.gated:
-            return MLP(size, ffn, up="wi", down="wo", **options)
+            return MLP(size, ffn, up="wi_1", down="wo", **options)
         gate_up = Source(f"{_MLP}.wi_0", ffn), Source(f"{_MLP}.wi_1", ffn)
         return GatedMLP(size, ffn, gate_up=gate_up, down=Source(f"{_MLP}.wo", size), **options)
 

@@ -19,7 +19,8 @@ from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.config.state import SelectiveScan, StateSpace
 from jaxengine.models.params.gguf_ends import END_KEYS, EOS_LIST, listed_ends, named_turn_ends
 
-MIXTRAL = "llama with experts"
+# Of these a file with experts is read by a family of its own.
+WITH_EXPERTS = {name: f"{name} with experts" for name in ("llama", "granite_swa")}
 DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
 OLMO3 = "olmo2 with windows"
 EMBEDDING_GEMMA = "gemma-embedding"
@@ -47,7 +48,7 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
 def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
 
-    It is the file's architecture, with these exceptions: that of READ_AS, MIXTRAL for llama with experts, OLMO3 for
+    It is the file's architecture, with these exceptions: that of READ_AS, that of WITH_EXPERTS for experts, OLMO3 for
     olmo2 with windows, and DEEPSEEK_V3 for deepseek2 whose experts are chosen by sigmoids. So are those of files that
     do not say it and have a correction of scores, as of GLM-4.7-Flash. biased: see `with_stored_biases`. Raises
     ModelConfigError if the architecture is missing, and if the number of experts or the gating function is not an
@@ -61,7 +62,7 @@ def gguf_family(metadata: Mapping[str, Any], biased: Collection[str]) -> str:
     if architecture == "olmo2" and fields.integer("attention.sliding_window", 0, minimum=0):
         return OLMO3
     has_experts = fields.integer("expert_count", 0, minimum=0) > 0
-    return MIXTRAL if architecture == "llama" and has_experts else architecture
+    return WITH_EXPERTS.get(architecture, architecture) if has_experts else architecture
 
 
 class RopeFactors(NamedTuple):

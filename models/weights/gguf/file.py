@@ -39,8 +39,8 @@ MAX_EXPERTS = 4096
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _NUMBER = re.compile(r"blk\.([0-9]{1,6})\.")
 # A bias of a layer; and weights, of a layer or outside.
-_BIAS = re.compile(r"blk\.[0-9]+\.([a-z0-9_]+)\.bias")
-_WEIGHT = re.compile(r"(?:blk\.[0-9]+\.)?([a-z_0-9]+(?:\.[a-z]+)?)\.weight")
+_BIAS = re.compile(r"(?:enc\.)?blk\.[0-9]+\.([a-z0-9_]+)\.bias")
+_WEIGHT = re.compile(r"(?:enc\.)?(?:blk\.[0-9]+\.)?([a-z_0-9]+(?:\.[a-z]+)?)\.weight")
 _HEADS, _HEADS_KV = "attention.head_count", "attention.head_count_kv"
 _SIZES = "attention.key_length", "attention.value_length"
 _JOINED_QKV = re.compile(r"(blk\.([0-9]{1,6})\.attn_)qkv(\.(?:weight|bias))")

@@ -39,9 +39,9 @@ LAYER_NAMES = {
     **mlp_names("mlp.experts.{expert}", "_exps"),
 }
 _LAYER_TENSOR = re.compile(
-    r"blk\.(0|[1-9][0-9]{0,5})\.((?:(?:indexer|shortconv)\.)?[a-z0-9_]+)(?:\.(weight|bias|scale|input_scale))?"
+    r"(?:enc\.)?blk\.(0|[1-9][0-9]{0,5})\.((?:(?:indexer|shortconv)\.)?[a-z0-9_]+)(?:\.(weight|bias|scale|input_scale))?"
 )
-_GLOBAL_TENSOR = re.compile(r"([a-z_0-9]+(?:\.[a-z]+)?)\.(weight|bias|scale|input_scale)")
+_GLOBAL_TENSOR = re.compile(r"(?:enc\.)?([a-z_0-9]+(?:\.[a-z]+)?)\.(weight|bias|scale|input_scale)")
 # Files of old converters have each expert's matrix as a tensor; new ones may join two matrices of all experts.
 _ONE_EXPERT = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down))\.(0|[1-9][0-9]{0,3})(\.[a-z_]+)")
 _JOINED_EXPERTS = re.compile(r"(blk\.[0-9]+\.ffn_)gate_up(_exps\.[a-z_]+)")
@@ -57,6 +57,7 @@ class GGUFLayout(NamedTuple):
         unpermute_rows).
       permuted_biases: whether the biases of q and k are in that order too, if their rows are.
       norm_offset: number that the converter has added to the weights of norms, except those in a delta net.
+      offsets: numbers that it has added to other norms instead, by the ends of the checkpoint's names.
       decay: factor of exp(A_log), the decays of a layer, in the file.
       norms: end of the checkpoint's names of these norms.
       bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
@@ -72,6 +73,7 @@ class GGUFLayout(NamedTuple):
     permuted: bool = False
     permuted_biases: bool = True
     norm_offset: float = 0.0
+    offsets: Mapping[str, float] = MappingProxyType({})
     decay: float = -1.0
     norms: str = "norm.weight"
     bare: Mapping[str, str] = _NONE
@@ -116,7 +118,8 @@ class GGUFLayout(NamedTuple):
     def offset_of(self, name: str) -> float:
         """Return what the converter has added to the checkpoint's tensor `name`."""
         is_norm = name.endswith(self.norms) and not name.endswith(".linear_attn.norm.weight")
-        return self.norm_offset if is_norm else 0.0
+        own = (offset for end, offset in self.offsets.items() if name.endswith(end))
+        return next(own, self.norm_offset) if is_norm else 0.0
 
     def usual_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the checkpoint's shape of the file's tensor `name` of this shape, if it is the single row of a matrix,

@@ -15,6 +15,7 @@ _MIXTRAL = names_of(
 _SHARED = mlp_names("mlp.shared_experts", "_shexp")
 _MINIMAX = {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
 _CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_SINKS = {"attn_sinks": "self_attn.sinks"}
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _LATENT = names_of(
     "attn_q_a self_attn.q_a_proj, attn_q_a_norm self_attn.q_a_layernorm, attn_q_b self_attn.q_b_proj, "
@@ -157,7 +158,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "deepseek": GGUFLayout(_SHARED, permuted=True),
     "bailingmoe": GGUFLayout({**_SHARED, "attn_output": "attention.dense"}, permuted=True),
     **dict.fromkeys(("olmoe", "jais2", "eurobert", "orion", "mellum", "command-r", "cohere2"), GGUFLayout()),
-    "mimo2": GGUFLayout({"attn_qkv": "self_attn.qkv_proj"}, bare={**_CORRECTION, "attn_sinks": "self_attn.sinks"}),
+    "mimo2": GGUFLayout({"attn_qkv": "self_attn.qkv_proj"}, bare=_CORRECTION | _SINKS),
     "step35": GGUFLayout({**_SHARED, "attn_gate": "self_attn.g_proj"}, norm_offset=1.0, bare=_CORRECTION),
     "afmoe": GGUFLayout(
         _SHARED
@@ -217,7 +218,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     **dict.fromkeys(("deepseek32", "glm-dsa"), GGUFLayout({**_LATENT, **_SHARED, **_INDEXER}, bare=_CORRECTION)),
     "gpt-oss": GGUFLayout(
         {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
-        bare={"attn_sinks": "self_attn.sinks"},
+        bare=_SINKS,
     ),
     "llama4": GGUFLayout(_LLAMA4),
     "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
@@ -323,6 +324,15 @@ LAYOUTS: dict[str, GGUFLayout] = {
     **dict.fromkeys(("olmo", "minicpm"), GGUFLayout(permuted=True, permuted_biases=False)),
     "phi2": GGUFLayout({"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
     "granitemoe": GGUFLayout(_GRANITE_HYBRID, permuted=True),
+    "granite_swa": GGUFLayout(
+        {
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            **mlp_names("block_sparse_moe.experts.{expert}", "_exps"),
+            **names_of("ffn_up_shexp shared_mlp.input_linear, ffn_down_shexp shared_mlp.output_linear"),
+        },
+        permuted=True,
+        bare=_SINKS,
+    ),
     "granitehybrid": GGUFLayout(
         _GRANITE_HYBRID,
         permuted=True,
@@ -363,6 +373,27 @@ LAYOUTS: dict[str, GGUFLayout] = {
     ),
     **dict.fromkeys(
         ("lfm2", "lfm2moe"), GGUFLayout(_LFM2, bare={"exp_probs_b": "feed_forward.expert_bias"}, tables=_LFM2_NORM)
+    ),
+    "t5encoder": GGUFLayout(
+        {
+            **{f"attn_{part}": f"layer.0.SelfAttention.{part}" for part in "qkv"},
+            **names_of(
+                "attn_norm layer.0.layer_norm, attn_o layer.0.SelfAttention.o, ffn_norm layer.1.layer_norm, "
+                "attn_rel_b layer.0.SelfAttention.relative_attention_bias, ffn_gate layer.1.DenseReluDense.wi_0, "
+                "ffn_up layer.1.DenseReluDense.wi_1, ffn_down layer.1.DenseReluDense.wo"
+            ),
+        },
+        tables={"token_embd": "model.shared"},
+    ),
+    "plamo3": GGUFLayout(
+        names_of(
+            "attn_norm pre_mixer_norm, attn_qkv mixer.qkv_proj, attn_q_norm mixer.q_norm, attn_k_norm mixer.k_norm, "
+            "attn_output mixer.o_proj, ffn_norm pre_mlp_norm, ffn_up mlp.gate_up_proj"
+        ),
+        norm_offset=1.0,
+        offsets={"post_mixer_norm.weight": 1 / 5, "post_mlp_norm.weight": 1 / 5**1.5},
+        # The file's names of these norms have no end.
+        bare=names_of("post_attention_norm post_mixer_norm.weight, post_ffw_norm post_mlp_norm.weight"),
     ),
     "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
 }

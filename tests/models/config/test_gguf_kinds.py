@@ -69,6 +69,16 @@ def test_layers_without_rope():
     assert read("exaone4", attention__sliding_window_pattern=listed)[0] == [(None, None), (100, FULL)] * 4
 
 
+def test_plamo3():
+    layers, _ = read("plamo3")
+    assert layers == [*[(100, FULL)] * 7, (None, FULL)]
+    scaled = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    found, _ = read("plamo3", **scaled, rope__freq_base_swa=500.0, attention__sliding_window_pattern=2)
+    rope = found[1][1]
+    assert found == [(100, Rope(32, 500.0)), (None, rope)] * 4
+    assert rope.scaling is not None and not rope.scaling.truncate
+
+
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 
 
@@ -303,6 +313,10 @@ def test_layers_with_states():
         ("muse-glimmer", {}, "muse-glimmer.logit_scale is missing"),
         ("deepseek2-ocr", EXPERTS, "deepseek2-ocr.attention.sliding_window must be absent, got 100"),
         ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),
+        ("granite_swa", {"attention.rope_pattern": [True]}, "rope_pattern must be true or false for each of 8 layers"),
+        ("plamo3", {"attention.sliding_window_pattern": -1}, "true or false for each of 8 layers, or an integer >= 0"),
+        ("t5encoder", {}, "t5encoder.attention.relative_buckets_count is missing"),
+        ("t5encoder", {"attention.relative_buckets_count": 3}, "relative_buckets_count must be from 4 to 511, got 3"),
         ("qwen", {"feed_forward_length": "96"}, "qwen.feed_forward_length must be an integer >= 1"),
         ("glm4", {"nextn_predict_layers": 8}, "glm4.nextn_predict_layers must be less than block_count, got 8"),
         ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),

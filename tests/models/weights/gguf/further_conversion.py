@@ -89,6 +89,14 @@ _BERT = {
     "output.dense": "ffn_down",
     "output.LayerNorm": "layer_output_norm",
 }
+_T5_MLP = {"wi_0": "gate", "wi_1": "up", "wi": "up", "wo": "down"}
+_T5 = {
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
 # By model_type: the architecture, and the names of modules that differ from BERT's.
 ENCODERS: dict[str, tuple[str, Mapping[str, str]]] = {
     "bert": ("bert", {}),
@@ -147,6 +155,18 @@ ENCODERS: dict[str, tuple[str, Mapping[str, str]]] = {
             "norm2": "layer_output_norm",
         },
     ),
+    "t5": (
+        "t5encoder",
+        {
+            **{f"0.SelfAttention.{part}": f"attn_{part}" for part in "qkvo"},
+            "0.SelfAttention.relative_attention_bias": "attn_rel_b",
+            "0.layer_norm": "attn_norm",
+            "1.layer_norm": "ffn_norm",
+            **{f"1.DenseReluDense.{part}": f"ffn_{name}" for part, name in _T5_MLP.items()},
+            "shared": "token_embd",
+            "encoder.final_layer_norm": "enc.output_norm",
+        },
+    ),
     "gemma3_text": (
         "gemma-embedding",
         {
@@ -157,7 +177,7 @@ ENCODERS: dict[str, tuple[str, Mapping[str, str]]] = {
         },
     ),
 }
-_ENCODER_LAYER = re.compile(r"(?:(?:encoder|transformer)\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
+_ENCODER_LAYER = re.compile(r"(?:(?:encoder|transformer)\.)?(?:layers?|block)\.(\d+)(?:\.layer)?\.(.+)\.(weight|bias)")
 _UNWRITTEN = ("pooler.", "cls.", "head.", "decoder.", "classifier.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.([a-z_0-9]+)\.weight")
@@ -213,6 +233,7 @@ def converted_encoder(config: Mapping[str, Any], tensors: Mapping[str, np.ndarra
     """
     architecture, own = ENCODERS["jina" if "feed_forward_type" in config else config["model_type"]]
     names, written = {**NAMES, **_BERT, **own}, dict[str, np.ndarray]()
+    block = "enc.blk" if architecture == "t5encoder" else "blk"
     for name, values in tensors.items():
         if name.startswith(_UNWRITTEN):
             continue
@@ -223,7 +244,7 @@ def converted_encoder(config: Mapping[str, Any], tensors: Mapping[str, np.ndarra
             parts = [(names[part], values)]
             if split and part == "mlp.gated_layers":
                 parts = list(zip(("ffn_gate", "ffn_up"), np.split(values, 2), strict=True))
-            written |= {f"blk.{layer}.{each}.{kind}": half for each, half in parts}
+            written |= {f"{block}.{layer}.{each}.{kind}": half for each, half in parts}
         else:
             module, _, kind = name.rpartition(".")
             written[f"{names[module]}.{kind}"] = values
@@ -235,6 +256,7 @@ def _encoder_metadata(architecture: str, config: Mapping[str, Any]) -> dict[str,
     def named(*names: str) -> Any:
         return next((config[name] for name in names if name in config), None)
 
+    config = {**config, **{usual: config[name] for name, usual in _T5.items() if name in config}}
     heads = named("num_attention_heads", "n_heads")
     rope = config.get("rope_parameters") or {}
     own: dict[str, Value] = {
@@ -258,6 +280,11 @@ def _encoder_metadata(architecture: str, config: Mapping[str, Any]) -> dict[str,
         del own["attention.causal"]
     else:
         own["attention.layer_norm_epsilon"] = (F32, config.get("layer_norm_eps", config.get("norm_eps", 1e-12)))
+    if architecture == "t5encoder":
+        own |= {f"attention.{kind}_length": (U32, config["d_kv"]) for kind in ("key", "value")}
+        own["attention.layer_norm_rms_epsilon"] = (F32, config["layer_norm_epsilon"])
+        own["attention.relative_buckets_count"] = (U32, config["relative_attention_num_buckets"])
+        del own["pooling_type"], own["attention.causal"]
     if architecture == "eurobert":
         own |= {
             "attention.head_count_kv": (U32, config["num_key_value_heads"]),

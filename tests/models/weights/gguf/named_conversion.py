@@ -195,6 +195,19 @@ def all_permuted(config: Config, tensors: Tensors) -> Tensors:
     return {name: _permuted(config, name, values) for name, values in tensors.items()}
 
 
+def _plamo_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """Plamo3Model.modify_tensors."""
+    added = {"post_mixer_norm.weight": 1 / 5, "post_mlp_norm.weight": 1 / 5**1.5, "norm.weight": 1}
+    offsets = {name: next((own for end, own in added.items() if name.endswith(end)), 0) for name in tensors}
+    return {name: values + np.float32(offsets[name]) for name, values in tensors.items()}
+
+
+def _swash(config: Config) -> dict[str, Value]:
+    """GraniteSWAModel, which takes the layers without rope from no_rope_layers."""
+    bases = config.get("layer_rope_theta", [1.0] * config["num_hidden_layers"])
+    return {**windows(config), "attention.rope_pattern": (ARRAY, (BOOL, [base > 0 for base in bases]))}
+
+
 def _bailing(config: Config, tensors: Tensors) -> Tensors:
     """BailingMoeModel.modify_tensors."""
     modified, size = {}, config["head_dim"]
@@ -353,6 +366,43 @@ CONVERSIONS = {
             "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
         },
         _mimo,
+    ),
+    "Plamo3ForCausalLM": Conversion(
+        "plamo3",
+        {
+            "pre_mixer_norm": "attn_norm",
+            "post_mixer_norm.weight": "post_attention_norm",
+            "pre_mlp_norm": "ffn_norm",
+            "post_mlp_norm.weight": "post_ffw_norm",
+            "mixer.qkv_proj": "attn_qkv",
+            **{f"mixer.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+            "mixer.o_proj": "attn_output",
+        },
+        lambda config: {
+            "attention.sliding_window": (U32, config["window_size"]),
+            "attention.sliding_window_pattern": (U32, config["sliding_window_pattern"]),
+            "rope.freq_base_swa": (F32, config["rope_local_theta"]),
+        },
+        modified=_plamo_tensors,
+    ),
+    "GraniteSWAForCausalLM": Conversion(
+        "granite_swa", {"self_attn.sinks": "attn_sinks.weight"}, _swash, "granite", all_permuted
+    ),
+    "GraniteMoeSWAForCausalLM": Conversion(
+        "granite_swa",
+        {
+            "self_attn.sinks": "attn_sinks.weight",
+            "block_sparse_moe.router.layer": "ffn_gate_inp",
+            **{f"block_sparse_moe.experts.#.{part}_proj": f"ffn_{part}_exps" for part in PARTS},
+            "shared_mlp.input_linear": "ffn_up_shexp",
+            "shared_mlp.output_linear": "ffn_down_shexp",
+        },
+        lambda config: {
+            **_swash(config),
+            "expert_shared_feed_forward_length": (U32, config["shared_intermediate_size"]),
+        },
+        "granitemoe",
+        all_permuted,
     ),
     "OrionForCausalLM": Conversion(
         "orion", {}, lambda config: {"attention.layer_norm_epsilon": (F32, config["rms_norm_eps"])}

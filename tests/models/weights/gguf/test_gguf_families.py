@@ -158,7 +158,10 @@ CASES |= {
     "deepseek_moe": {},
     "deepseek_v32": {},
     "glm_moe_dsa": {},
+    "granite_moe_swa": {"layer_rope_theta": [1e4, 0, 1e4]},
     "granite_moe_shared": {},
+    "granite_swa": {"layer_rope_theta": [0, 1e4, 1e4]},
+    "granite_swa_bias": {"rope_parameters": DEFAULT_ROPE},
     "hy_v3": {},
     "laguna": {},
     "laguna_elements": {
@@ -176,6 +179,7 @@ CASES |= {
     },
     "mimo_v2_5": {"sliding_window_size": None},
     "orion": {},
+    "plamo3": {},
     "qwen": {"seq_length": 256},
     "step3p5": {
         "rope_scaling": None,
@@ -403,13 +407,15 @@ def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "name",
     ["bert", "distilbert", "nomic", "modernbert", "modernbert_masked", "jina_v2", "jina_v2 split"]
-    + ["embedding_gemma", "jina_v3", "eurobert"],
+    + ["embedding_gemma", "jina_v3", "eurobert", "t5", "t5_gated"],
 )
 def test_an_encoder_and_its_weights(tmp_path, name):
     folder = make_encoder(tmp_path / "folder", name.split()[0])
     config = json.loads((folder / "config.json").read_bytes())
     if name == "embedding_gemma":  # the format cannot say another scale
         config["query_pre_attn_scalar"] = config["head_dim"]
+    if name.startswith("t5"):
+        config["relative_attention_max_distance"] = 128
     if name == "jina_v3":
         config |= {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 20000.0}}
     (folder / "config.json").write_text(json.dumps(config))

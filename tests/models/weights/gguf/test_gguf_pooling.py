@@ -42,19 +42,20 @@ def encoder_options(pooling_options):
     return {**pooling_options, "max_model_len": longest - 1, "max_num_batched_tokens": longest}
 
 
-def with_head(monkeypatch, head: dict[str, np.ndarray], **own: Any) -> None:
+def with_head(monkeypatch, head: dict[str, np.ndarray], *, joins: bool = False, **own: Any) -> None:
     """Adds these tensors, and these fields of the architecture, to the next file of an encoder."""
 
     def written(metadata, tensors):
         prefix = metadata["general.architecture"][1]
         fields = {f"{prefix}.{name.replace('__', '.')}": value for name, value in own.items()}
         fields = {name: value for name, value in (metadata | fields).items() if value is not None}
+        tensors = joined_queries(tensors) if joins else tensors
         return gguf_bytes(fields, [*tensors, *(gguf_conversion.tensor(*each) for each in head.items())])
 
     monkeypatch.setattr(further_conversion, "gguf_bytes", written)
 
 
-def encoder_file(monkeypatch, folder: Path, name: str, **own: Any) -> bytes:
+def encoder_file(monkeypatch, folder: Path, name: str, *, joins: bool = False, **own: Any) -> bytes:
     """The file of a folder with an encoder that scores labels. own: further fields, None to leave one out."""
     config = json.loads((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -70,7 +71,7 @@ def encoder_file(monkeypatch, folder: Path, name: str, **own: Any) -> bytes:
         config |= {"model_type": "bert", "max_position_embeddings": config["max_position_embeddings"] - 1}
     labels = [config["id2label"][key] for key in sorted(config["id2label"])]
     own = {"pooling_type": None, "classifier__output_labels": (ARRAY, (STRING, labels)), **own}
-    with_head(monkeypatch, head, **own)
+    with_head(monkeypatch, head, joins=joins, **own)
     return further_conversion.converted_encoder(config, tensors)
 
 
@@ -86,10 +87,23 @@ def answers(path: Path, folder: Path | str, texts: list[str], options: dict[str,
     return np.stack([each.outputs.data for each in outputs])
 
 
-@pytest.mark.parametrize("name", ["xlm_roberta_score", "roberta_labels"])
-def test_scores_of_labels(encoder_folder, encoder_options, monkeypatch, tmp_path, name):
+def joined_queries(tensors: list[Any]) -> list[Any]:
+    """The tensors of a file in which each layer has queries, keys and values in one, as jina-reranker-v2 has them."""
+    parts = {name: each for name, *each in tensors}
+    for name in [name for name in parts if ".attn_q." in name]:
+        (*columns, rows), kind, data = parts.pop(name)
+        for part in "kv":
+            data += parts.pop(name.replace("attn_q", f"attn_{part}"))[2]
+        parts[name.replace("attn_q", "attn_qkv")] = [(*columns, 3 * rows), kind, data]
+    return [(name, *each) for name, each in parts.items()]
+
+
+@pytest.mark.parametrize("name, joins", [("xlm_roberta_score", True), ("roberta_labels", False)])
+def test_scores_of_labels(encoder_folder, encoder_options, monkeypatch, tmp_path, name, joins):
     folder, path = Path(encoder_folder(name)), tmp_path / "model.gguf"
-    path.write_bytes(encoder_file(monkeypatch, folder, name))
+    file = encoder_file(monkeypatch, folder, name, joins=joins)
+    assert (b"attn_qkv" in file) == joins
+    path.write_bytes(file)
     found = answers(path, folder, encoder_models.TEXTS, encoder_options)
     np.testing.assert_allclose(found, GOLDENS[name], atol=1e-4)
     source = opened(path, path.read_bytes())
