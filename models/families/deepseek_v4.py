@@ -79,6 +79,7 @@ _PARTS = (
 )
 # Names of connections and norms as transformers has them in later families.
 STREAM_NAMES = ("attn_hc.", "input_layernorm", "ffn_hc.", "post_attention_layernorm")
+GGUF_STREAMS = tuple(f"hyper_connection.{name}" for name in ("count", "sinkhorn_iterations", "epsilon"))
 NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="gate.bias")
 
 
@@ -227,15 +228,14 @@ def read_experts(fields: ConfigFields) -> ExpertsConfig:
     )
 
 
-def read_connections(fields: ConfigFields) -> HyperConnections:
-    """Return the connections of a layer's parts, from `hc_mult`, `hc_sinkhorn_iters` and `hc_eps`, by
-    default 4, 20 and 1e-6. Raises ModelConfigError for wrong fields.
+def read_connections(
+    fields: ConfigFields, names: Sequence[str] = ("hc_mult", "hc_sinkhorn_iters", "hc_eps")
+) -> HyperConnections:
+    """Return the connections of a layer's parts, from the fields `names`, by default 4, 20 and 1e-6. Raises
+    ModelConfigError for wrong fields.
     """
-    return HyperConnections(
-        num_streams=fields.integer("hc_mult", 4),
-        rounds=fields.integer("hc_sinkhorn_iters", 20),
-        eps=fields.number("hc_eps", 1e-6),
-    )
+    streams, rounds, eps = names
+    return HyperConnections(fields.integer(streams, 4), fields.integer(rounds, 20), fields.number(eps, 1e-6))
 
 
 def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Sequence[str]) -> list[str] | None:

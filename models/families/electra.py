@@ -1,4 +1,6 @@
-"""ELECTRA's discriminator (Clark et al. 2020, arXiv:2003.10555): BERT's encoder, whose embeddings may be narrower."""
+"""ELECTRA's discriminator (Clark et al. 2020, arXiv:2003.10555): BERT's encoder, whose embeddings may be narrower,
+and RemBERT, where they always are.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +87,24 @@ class ElectraModel(BertModel):
         if size == self.config.hidden_size:
             return inner
         return ProjectedEmbeddings(inner, self.config, source="model.embeddings_project", build=build)
+
+
+class RemBertModel(BertModel):
+    """RemBERT (Chung et al. 2020, arXiv:2010.12821): BERT's encoder after projected embeddings."""
+
+    # The head of its masked language model is not tied to the embeddings.
+    names: ClassVar[EncoderNames] = NAMES._replace(masked=None)
+    checkpoint_names: ClassVar[CheckpointNames] = BertModel.checkpoint_names._replace(
+        prefixes=(("model.rembert.", "model."),)
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        sizes = {"hidden_size": 1152, "num_hidden_layers": 32, "num_attention_heads": 18, "intermediate_size": 4608}
+        shape = super().read_hf(fields.with_defaults(**sizes, vocab_size=250300))
+        size = read_embedding_size(fields, "input_embedding_size", 256)
+        return shape | {"encoder": shape["encoder"]._replace(embedding_size=size)}
+
+    def make_embedding(self, build: Build) -> ProjectedEmbeddings:
+        source = "model.encoder.embedding_hidden_mapping_in"
+        return ProjectedEmbeddings(super().make_embedding(build), self.config, source=source, build=build)

@@ -11,14 +11,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.attention import KeyIndex, LayerAttention
+from jaxengine.models.config.attention import KeyIndex, LayerAttention, LayerState
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_flags, gguf_limits
 from jaxengine.models.config.readers.hf import FULL, read_each_layer, text_fields
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
-from jaxengine.models.families.deepseek_v4 import STREAM_NAMES, DeepseekV4Layer, read_connections
+from jaxengine.models.families.deepseek_v4 import GGUF_STREAMS, STREAM_NAMES, DeepseekV4Layer, read_connections
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.families.kimi_linear import LINEAR, KimiLinearForCausalLM, read_lower_bound
+from jaxengine.models.families.kimi_linear import (
+    LINEAR,
+    KimiLinearForCausalLM,
+    gguf_delta_nets,
+    read_lower_bound,
+)
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.activations import ACTIVATIONS
@@ -69,6 +75,7 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
     """
 
     first_input = equal_streams
+    gguf_architecture: ClassVar[str | None] = "glm5-next"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.language_model.", "model."),),
         suffixes=((_GATE, f"{_GATE}.weight"),),
@@ -101,6 +108,26 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
             "hyper_connections": read_connections(fields),
         }
 
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, bound = gguf.fields, read_lower_bound(gguf.fields, "kda.gate_lower_bound", None)
+        shared = gguf_delta_nets(gguf, rank=fields.integer("kda.head_dim"), lower_bound=bound)
+        fields.require(**{"attention.indexer.kpool_select_tail": True})
+        limits, selecting = gguf_limits(fields), "attention.indexer.types"
+        if not all(gguf_flags(fields, selecting, [True] * len(limits))):
+            raise fields.fail(selecting, "true for each layer")
+        found = {limit for layer in limits for limit in layer}
+        if len(found) != 1 or None in found:
+            raise fields.fail("swiglu_clamp_exp", "the one number > 0 of swiglu_clamp_shexp")
+        sizes = (fields.integer(f"attention.indexer.{name}") for name in ("head_count", "key_length", "top_k"))
+        index = KeyIndex(*sizes, pool=fields.integer("attention.indexer.kpool"))
+        layers = ((each, INDEXED if each.state is None else LINEAR) for each in shared["attention"])
+        return shared | {
+            "attention": tuple(_of_kind(each, kind, index, each.state) for each, kind in layers),
+            "experts": replace(shared["experts"], swiglu_limit=found.pop()),
+            "hyper_connections": read_connections(fields, GGUF_STREAMS),
+        }
+
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         parts = self.make_attention(layer, build), self.make_mlp(layer, build), build
         return DeepseekV4Layer(self.config, *parts, names=STREAM_NAMES)
@@ -127,7 +154,7 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
         return MeanOfStreams(self.config, super().make_norm(build))
 
 
-def _of_kind(attention: LayerAttention, kind: str, index: KeyIndex, state: GatedDelta) -> LayerAttention:
+def _of_kind(attention: LayerAttention, kind: str, index: KeyIndex, state: LayerState | None) -> LayerAttention:
     """Return the attention of a layer: with `index` for INDEXED, otherwise with `state`, without latent, scale and
     biases, and with index.stored_size as the size of values, so that the pages have the size of the others'.
     """

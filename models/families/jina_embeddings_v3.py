@@ -1,4 +1,6 @@
-"""Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with rope in place of learned positions."""
+"""Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with rope in place of learned positions, and
+XLM-RoBERTa itself as Jina AI's own code stores it, for example jinaai/jina-reranker-v2-base-multilingual.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig
+from jaxengine.models.families.roberta import RobertaModel
 from jaxengine.models.layers.encoder import EncoderNames, NamedEncoder, gguf_encoder_fields, rotated_fields
 from jaxengine.models.params.source import CheckpointNames
 
@@ -51,6 +54,12 @@ class JinaEmbeddingsV3Model(NamedEncoder):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         return gguf_encoder_fields(gguf, activation="gelu", bias=True, rotates=True)
+
+
+class XLMRobertaFlashModel(RobertaModel):
+    """RoBERTa's layers under the names of Jina Embeddings v3."""
+
+    names: ClassVar[EncoderNames] = JinaEmbeddingsV3Model.names
 
 
 def _adaptation(fields: ConfigFields) -> tuple[int, float] | None:

@@ -21,7 +21,7 @@ def gguf_latent_fields(gguf: GGUFConfig, *, interleaved: bool = True, **options:
     rotated.
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
-    rope_dim = fields.integer("rope.dimension_count")
+    rope_dim = fields.integer("rope.dimension_count", minimum=0)
     sizes = [
         fields.integer(f"attention.{kind}_length_mla", None) or fields.integer(f"attention.{kind}_length")
         for kind in ("key", "value")
@@ -35,7 +35,9 @@ def gguf_latent_fields(gguf: GGUFConfig, *, interleaved: bool = True, **options:
         v_head_dim=sizes[1],
         q_lora_rank=fields.integer("attention.q_lora_rank", None),
     )
-    rotated = {f"{prefix}attention.{kind}_length": rope_dim for kind in ("key", "value")}
+    # Rope, even if no layer has it, must have an even size.
+    sizes_of_rope = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    rotated = {f"{prefix}{name}": rope_dim or 2 for name in sizes_of_rope}
     alike = gguf._replace(metadata={**gguf.metadata, **rotated, f"{prefix}attention.head_count_kv": 1})
     # Rope's tables need no factor: `mscale` equals `mscale_all_dim` in all published checkpoints.
     options["temperature"] = gguf_temperature(fields)
@@ -47,7 +49,13 @@ def gguf_latent_fields(gguf: GGUFConfig, *, interleaved: bool = True, **options:
         mscale += weight * math.log(max(fields.number("rope.scaling.factor"), 1.0))
     scale = sizes[0] ** -0.5 * mscale**2
     layers = (
-        replace(layer, head_dim=latent.kv_lora_rank + rope_dim, scale=scale, latent=latent)
+        replace(
+            layer,
+            head_dim=latent.kv_lora_rank + rope_dim,
+            scale=scale,
+            latent=latent,
+            rope=layer.rope if rope_dim else None,
+        )
         for layer in shared["attention"]
     )
     return shared | {"attention": tuple(layers)}

@@ -274,7 +274,7 @@ class GGUFFile:
                 if name.endswith(_INPUT_SCALE):  # activations are not rounded
                     scaled[name.removesuffix(_INPUT_SCALE) + ".weight"] = part
                     continue
-                if name.endswith(_SCALE) and not name.endswith(tuple(self._layout.factors.values())):
+                if info.name.endswith(_SCALE) and not name.endswith(tuple(self._layout.factors.values())):
                     whole = name.removesuffix(_SCALE) + ".weight"
                     if whole in self._factors:
                         raise ModelFileError(

@@ -26,6 +26,8 @@ _INDEXER = {
     f"indexer.{part}": f"self_attn.indexer.{name}"
     for part, name in (("attn_q_b", "wq_b"), ("attn_k", "wk"), ("k_norm", "k_norm"), ("proj", "weights_proj"))
 }
+_POOL = "self_attn.indexer.index_kpool_compress"
+_STREAMS = {f"hc_{part}_{kind}": f"{part}_hc.{kind}" for part in ("attn", "ffn") for kind in ("fn", "base", "scale")}
 _LLAMA4 = {
     "ffn_gate_inp": "feed_forward.router",
     **mlp_names("feed_forward"),
@@ -347,6 +349,11 @@ LAYOUTS: dict[str, GGUFLayout] = {
         tables={"output_norm": "model.final_layernorm"},
     ),
     "kimi-linear": GGUFLayout(_KIMI, bare=_KIMI_BARE, vectors=frozenset(("ssm_a",))),
+    "glm5-next": GGUFLayout(
+        {**_LATENT, **_NETS, **_SHARED, **_INDEXER, "indexer_compressor_gate": f"{_POOL}_gate"},
+        bare={**_KIMI_BARE, **_CORRECTION, **_STREAMS, "indexer_compressor_ape": f"{_POOL}_ape"},
+        vectors=frozenset(("ssm_a",)),
+    ),
     "bailingmoe3": GGUFLayout(
         {
             **{part: name.replace("self_attn", "attention") for part, name in (_LATENT | _NETS | LAYER_NAMES).items()},

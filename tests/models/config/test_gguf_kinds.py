@@ -263,6 +263,10 @@ def test_layers_with_states():
     assert read("nemotron_h", **states, **listed, attention__layer_norm_rms_epsilon=None)[1].rms_norm_eps == 1e-5
 
 
+GLM5 = LATENT | EXPERTS | INDEXER | {"attention.head_count_kv": [0, 1] * 4, "attention.indexer.kpool": 2}
+GLM5 |= {"kda.head_dim": 16, "ssm.conv_kernel": 4, "expert_gating_func": 2, "attention.sliding_window": None}
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
@@ -313,6 +317,14 @@ def test_layers_with_states():
         ("muse-glimmer", {}, "muse-glimmer.logit_scale is missing"),
         ("deepseek2-ocr", EXPERTS, "deepseek2-ocr.attention.sliding_window must be absent, got 100"),
         ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),
+        ("glm5-next", GLM5 | {"attention.indexer.types": [True] * 7 + [False]}, "indexer.types must be true for each"),
+        ("glm5-next", GLM5 | {"swiglu_clamp_exp": [2.0] * 8}, "swiglu_clamp_exp must be the one number > 0 of swiglu"),
+        ("glm5-next", GLM5, "swiglu_clamp_exp must be the one number > 0 of swiglu_clamp_shexp"),
+        (
+            "glm5-next",
+            GLM5 | {"attention.indexer.kpool_select_tail": False},
+            "kpool_select_tail must be true or absent",
+        ),
         ("granite_swa", {"attention.rope_pattern": [True]}, "rope_pattern must be true or false for each of 8 layers"),
         ("plamo3", {"attention.sliding_window_pattern": -1}, "true or false for each of 8 layers, or an integer >= 0"),
         ("t5encoder", {}, "t5encoder.attention.relative_buckets_count is missing"),

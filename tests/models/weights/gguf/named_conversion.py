@@ -59,7 +59,7 @@ LATENT = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     **_experts(),
 }
-_INDEXER = {
+INDEXER = {
     "self_attn.indexer.wq_b": "indexer.attn_q_b",
     "self_attn.indexer.wk": "indexer.attn_k",
     "self_attn.indexer.k_norm": "indexer.k_norm",
@@ -427,8 +427,8 @@ CONVERSIONS = {
         modified=_step_tensors,
         usual={"num_attention_groups": "num_key_value_heads"},
     ),
-    "DeepseekV32ForCausalLM": Conversion("deepseek32", {**LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
-    "GlmMoeDsaForCausalLM": Conversion("glm-dsa", {**LATENT, **_INDEXER}, _indexer, "deepseek2", latents_apart),
+    "DeepseekV32ForCausalLM": Conversion("deepseek32", {**LATENT, **INDEXER}, _indexer, "deepseek2", latents_apart),
+    "GlmMoeDsaForCausalLM": Conversion("glm-dsa", {**LATENT, **INDEXER}, _indexer, "deepseek2", latents_apart),
     "GraniteMoeSharedForCausalLM": Conversion(
         "granitemoe",
         {

@@ -1,5 +1,5 @@
-"""Checkpoints of older, pruned and looped architectures to GGUF files, by the rules of llama.cpp's converters, for
-tests. Written from those rules, as named_conversion, whose rows these are like.
+"""Checkpoints of older, pruned and looped architectures, and of GLM-5.3-Flash, to GGUF files, by the rules of
+llama.cpp's converters, for tests. Written from those rules, as named_conversion, whose rows these are like.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from functools import partial
 import numpy as np
 
 from tests.models.weights.gguf import named_conversion
-from tests.models.weights.gguf.gguf_conversion import permuted
+from tests.models.weights.gguf.gguf_conversion import latents_apart, permuted
 from tests.models.weights.gguf.gguf_writer import ARRAY, BOOL, F32, U32, Value
 from tests.models.weights.gguf.named_conversion import (
+    INDEXER,
     LATENT,
     PARTS,
     Config,
@@ -19,10 +20,54 @@ from tests.models.weights.gguf.named_conversion import (
     Tensors,
     all_permuted,
 )
+from tests.models.weights.gguf.named_metadata import mixture
 
 _NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
+_STREAMS = "fn", "base", "scale"
 _GPT = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "layer_norm_epsilon": "layer_norm_eps"}
 _GPT2 = {**_GPT, "n_embd": "hidden_size", "n_positions": "max_position_embeddings"}
+
+
+def _glm5(config: Config) -> dict[str, Value | None]:
+    """Glm5NextModel.set_gguf_parameters."""
+    kinds, rank, count = config["layer_types"], config["kv_lora_rank"], config["num_hidden_layers"]
+    limits: Value = (ARRAY, (F32, [config["swiglu_limit"]] * count))
+    return {
+        **_NO_ROPE,
+        **mixture({**config, "first_k_dense_replace": 1}),
+        **{f"attention.{kind}_length": (U32, rank) for kind in ("key", "value")},
+        "attention.head_count_kv": (ARRAY, (U32, [int(kind != "linear_attention") for kind in kinds])),
+        "attention.key_length_mla": (U32, config["qk_nope_head_dim"]),
+        "attention.value_length_mla": (U32, config["v_head_dim"]),
+        "attention.q_lora_rank": (U32, config["q_lora_rank"]),
+        "attention.kv_lora_rank": (U32, rank),
+        "rope.dimension_count": (U32, 0),
+        "ssm.conv_kernel": (U32, config["linear_conv_kernel_dim"]),
+        "kda.head_dim": (U32, config["linear_head_dim"]),
+        "kda.gate_lower_bound": (F32, config["linear_lower_bound"]),
+        "attention.indexer.head_count": (U32, config["index_n_heads"]),
+        "attention.indexer.key_length": (U32, config["index_head_dim"]),
+        "attention.indexer.top_k": (U32, config["index_topk"]),
+        "attention.indexer.kpool": (U32, config["index_kpool"]),
+        "attention.indexer.kpool_select_tail": (BOOL, True),
+        "attention.indexer.types": (ARRAY, (BOOL, [True] * count)),
+        "hyper_connection.count": (U32, config["hc_mult"]),
+        "hyper_connection.sinkhorn_iterations": (U32, config["hc_sinkhorn_iters"]),
+        "hyper_connection.epsilon": (F32, config["hc_eps"]),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "swiglu_clamp_exp": limits,
+        "swiglu_clamp_shexp": limits,
+    }
+
+
+def _glm5_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """Glm5NextModel.modify_tensors."""
+    modified = {}
+    for name, values in latents_apart(config, tensors).items():
+        if name.endswith("_conv1d.weight"):
+            values = values.reshape(1, len(values), 1, -1)
+        modified[name] = -np.exp(values) if name.endswith(".A_log") else values
+    return modified
 
 
 def _gpt(config: Config) -> Config:
@@ -245,6 +290,25 @@ CONVERSIONS = {
             "layer_norm_epsilon": "layer_norm_eps",
         },
         given=_gpt,
+    ),
+    "Glm5NextForConditionalGeneration": Conversion(
+        "glm5-next",
+        {
+            **LATENT,
+            **INDEXER,
+            **{f"{part}_hc.{kind}": f"hc_{part}_{kind}.weight" for part in ("attn", "ffn") for kind in _STREAMS},
+            **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+            **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+            "self_attn.A_log": "ssm_a",
+            "self_attn.dt_bias": "ssm_dt.bias",
+            "self_attn.b_proj": "ssm_beta",
+            "self_attn.o_norm": "ssm_norm",
+            "self_attn.indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight",
+            "self_attn.indexer.index_kpool_compress_gate": "indexer_compressor_gate",
+        },
+        _glm5,
+        modified=_glm5_tensors,
+        usual={"linear_num_heads": "num_attention_heads"},
     ),
     "NanbeigeForCausalLM": Conversion(
         "nanbeige",

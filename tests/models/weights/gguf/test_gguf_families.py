@@ -198,6 +198,14 @@ CASES |= {
     "dbrx": {},
     "decilm": {},
     "decilm_bias": {},
+    "glm5_next": {
+        "text_config": None,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        **dict.fromkeys(("indexer_types", "mlp_layer_types")),
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": 1,
+    },
     "jais2": {},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "mpt_odd": {"architectures": ["MptForCausalLM"], "attn_config": {"clip_qkv": 1.1, "alibi_bias_max": 6}},
@@ -206,6 +214,7 @@ CASES |= {
 }
 # Layers of a checkpoint that are left, in their order, where the format has no others.
 LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2), "laguna_elements": (1, 0, 2), "minimax_m3": (0, 1)}
+LAYERS |= {"glm5_next": (0, 1, 2)}
 CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
@@ -224,7 +233,7 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
     renamed = (
-        name.startswith(("gemma4", "granite_moe", "apertus", "minimax_m3", "bailing_v3"))
+        name.startswith(("gemma4", "granite_moe", "apertus", "minimax_m3", "bailing_v3", "glm5"))
         or name in SEEING
         or architecture in STATES
     )
