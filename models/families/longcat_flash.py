@@ -5,7 +5,7 @@ some of which return their input, read the first layer's hidden state and are ad
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
-from jaxengine.models.families.llama import gated_fields
+from jaxengine.models.families.llama import LAYER, LlamaLayer, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
 from jaxengine.models.layers.attention.mla import LatentAttention
@@ -26,6 +26,7 @@ from jaxengine.models.layers.base.norm import NormOfFirst, RMSNorm
 from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.params.source import CheckpointNames, NextLayer
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 # Checkpoints count pairs of layers.
@@ -61,23 +62,34 @@ class ScaledNorm(nnx.Module):
         return scaled(self.norm(x), self.factor)
 
 
+def _attention(config: ModelConfig, layer: int, source: str, build: Build) -> LatentAttention:
+    """Return the attention of layer number `layer`, whose latents are scaled."""
+    own, size = config.attention[layer], config.hidden_size
+    assert own.latent is not None
+    attention: Any = LatentAttention(own, size, source=source, build=build)
+    attention.kv_norm = ScaledNorm(attention.kv_norm, (size / own.latent.kv_lora_rank) ** 0.5)
+    return attention
+
+
+def _mlp(config: ModelConfig, source: str, build: Build) -> GatedMLP:
+    """Return a dense MLP."""
+    sizes, activation = (config.hidden_size, config.intermediate_size), ACTIVATIONS[config.activation]
+    return GatedMLP(*sizes, source=source, activation=activation, build=build)
+
+
 class LongcatFlashLayer(nnx.Module):
     """Layer of a pair. The first layer's experts get the input of its MLP; the second layer adds their output."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         """Create the modules of layer number `layer`. Only the first layer of a pair has experts."""
-        own, size, eps = config.attention[layer], config.hidden_size, config.rms_norm_eps
-        assert own.latent is not None
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.is_first = config.experts is not None and layer not in config.experts.dense_layers
-        attention: Any = LatentAttention(own, size, source=f"{PAIR}.self_attn.{{half}}", build=build)
-        attention.kv_norm = ScaledNorm(attention.kv_norm, (size / own.latent.kv_lora_rank) ** 0.5)
-        self.attention = attention
+        self.attention = _attention(config, layer, f"{PAIR}.self_attn.{{half}}", build)
         self.input_norm, self.mlp_norm = (
             RMSNorm(size, eps, source=f"{PAIR}.{name}_layernorm.{{half}}", build=build)
             for name in ("input", "post_attention")
         )
-        sizes, activation = (size, config.intermediate_size), ACTIVATIONS[config.activation]
-        self.mlp = GatedMLP(*sizes, source=f"{PAIR}.mlps.{{half}}", activation=activation, build=build)
+        self.mlp = _mlp(config, f"{PAIR}.mlps.{{half}}", build)
         if self.is_first:
             options: dict[str, Any] = {"names": NAMES, "router_dtype": jnp.float32, "build": build}
             self.experts = MixtureOfExperts(config, source=f"{PAIR}.mlp", **options)
@@ -101,7 +113,21 @@ class LongcatFlashLayer(nnx.Module):
 
 
 class LongcatFlashForCausalLM(Decoder):
-    """Decoder of LongcatFlashLayers, two for each layer in a checkpoint."""
+    """Decoder of LongcatFlashLayers, two for each layer in a checkpoint; its next-token layer is a single one."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        next_layer=NextLayer(
+            (
+                *((f"model.mtp.layers.0.{norm}.m.", f"{norm}.") for norm in ("enorm", "hnorm")),
+                ("model.mtp.layers.0.transformer_layer.", ""),
+                ("model.mtp.layers.0.", ""),
+                ("model.mtp.norm.", "norm."),
+            ),
+            norm="norm",
+            normed=True,
+            dense=True,
+        )
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -127,10 +153,15 @@ class LongcatFlashForCausalLM(Decoder):
             shortcut=True,
         )
         layers = (replace(each, scale=each.sm_scale * root) for each in shared["attention"])
-        return shared | {"attention": tuple(layers), "experts": experts}
+        # Files do not say that there is a next-token layer.
+        return shared | {"attention": tuple(layers), "experts": experts, "num_nextn_predict_layers": 1}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        return LongcatFlashLayer(self.config, layer, build)
+        config = self.config
+        if config.num_layers % 2 and layer == config.num_layers - 1:  # the next-token layer, after all pairs
+            attention = _attention(config, layer, f"{LAYER}.self_attn", build)
+            return LlamaLayer(config, attention, _mlp(config, f"{LAYER}.mlp", build), build)
+        return LongcatFlashLayer(config, layer, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
         return NormOfFirst(super().make_norm(build), 2)

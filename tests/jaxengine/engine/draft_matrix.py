@@ -102,7 +102,7 @@ def _dflash(folder: Path, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
 # Families whose checkpoints have a layer that predicts further tokens.
 PREDICTING = (
     *("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5", "mimo", "mimo_v2_flash"),
-    *("exaone_moe", "hy_v3", "pangu_ultra", "bailing_hybrid", "nemotron_h_latent"),
+    *("exaone_moe", "hy_v3", "pangu_ultra", "bailing_hybrid", "nemotron_h_latent", "longcat_flash"),
 )
 # What is served and what drafts, by name; a function of an empty folder.
 SETS = {
