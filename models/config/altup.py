@@ -226,6 +226,7 @@ class KimiK3Parts:
       situ: bounds of gate and of up in MLPs and experts (layers.base.mlp.Situ), the second None for none; None for
         silu(gate) * up.
       latent_norm: whether the sum of experts is normed before it is projected to the hidden state.
+      joined_scores: whether the weights of scores in mixes include those of the norm before them, as in GGUF files.
     """
 
     num_layers: int
@@ -233,6 +234,7 @@ class KimiK3Parts:
     output_gate: bool = False
     situ: tuple[float, float | None] | None = None
     latent_norm: bool = False
+    joined_scores: bool = False
 
     def __post_init__(self) -> None:
         if self.layers_per_block is not None:

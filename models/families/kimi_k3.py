@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
 class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):
     """Kimi Linear with what `kimi_k3` adds to its layers, and a tower that reads images."""
 
+    gguf_architecture: ClassVar[str | None] = "kimi-k3"
     checkpoint_names: ClassVar[CheckpointNames] = KimiLinearForCausalLM.checkpoint_names._replace(
         prefixes=(
             ("language_model.model.", "model."),

@@ -101,9 +101,24 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        shared = gguf_delta_nets(gguf, rank=gguf.fields.integer("kda.head_dim"))
-        shared["attention"] = tuple(replace(each, rope=None) for each in shared["attention"])
-        return shared | {"kimi_k3": KimiK3Parts(num_layers=len(shared["attention"]))}
+        fields, stored = gguf.fields, gguf.stored
+        bound = read_lower_bound(fields, "kda.gate_lower_bound", None)
+        rank, blocks = fields.integer("kda.head_dim"), fields.integer("attn_res.block_size", None)
+        shared = gguf_delta_nets(gguf, rank=rank, whole_gates="ssm_g" in stored, lower_bound=bound)
+        beta, linear = (fields.zero_or_more(f"activation.situ_{name}") or None for name in ("beta", "linear_beta"))
+        parts = KimiK3Parts(
+            num_layers=len(shared["attention"]),
+            layers_per_block=blocks,
+            output_gate="attn_gate" in stored,
+            situ=None if beta is None else (beta, linear),
+            latent_norm="ffn_routed_norm" in stored,
+            joined_scores=blocks is not None,
+        )
+        return shared | {
+            "attention": tuple(replace(each, rope=None) for each in shared["attention"]),
+            "experts": replace(shared["experts"], latent_size=fields.integer("expert_latent_length", None)),
+            "kimi_k3": parts,
+        }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         parts = self.config.kimi_k3

@@ -54,19 +54,22 @@ class StreamMix(nnx.Module):
         def vector(source: Source) -> nnx.Param:
             return declare((size,), build.dtype, ParamDecl((None,), (source.tensor("weight"),), init_std=0.02))
 
-        self.score_norm = None if name is None else vector(Source(f"{name}_norm", size))
+        joined = config.kimi_k3 is not None and config.kimi_k3.joined_scores
+        self.score_norm = None if name is None or joined else vector(Source(f"{name}_norm", size))
         self.score = None if name is None else vector(Source(f"{name}_proj", size))
         self.norm = norm_class(size, eps, source=norm, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the norm of the mix of hidden states x [T, A * D]: [T, D]. Scores are the products of `score` and of
-        the states' RMS norms with the weights `score_norm`; they and the mix are computed in float32, and the mix is
-        rounded to x's dtype.
+        the states' RMS norms, with the weights `score_norm` if it has any; they and the mix are computed in float32,
+        and the mix is rounded to x's dtype.
         """
         states = x.reshape(x.shape[0], self.num_streams, -1)[:, : self.num_mixed].astype(jnp.float32)
-        if self.score_norm is None or self.score is None:
+        if self.score is None:
             return self.norm(states[:, 0].astype(x.dtype))
-        weights = self.score_norm[...].astype(jnp.float32) * self.score[...].astype(jnp.float32)
+        weights = self.score[...].astype(jnp.float32)
+        if self.score_norm is not None:
+            weights = self.score_norm[...].astype(jnp.float32) * weights
         scores = jnp.sum(rms_normalized(states, self.eps) * weights, axis=-1)
         mixed = jnp.sum(jax.nn.softmax(scores)[..., None] * states, axis=1)
         return self.norm(mixed.astype(x.dtype))

@@ -83,7 +83,17 @@ _NETS = {
     **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
     **names_of("ssm_beta self_attn.b_proj, ssm_norm self_attn.o_norm"),
 }
-_KIMI = {**_LATENT, **_NETS, **_MIXTRAL, **mlp_names("block_sparse_moe.shared_experts", "_shexp")}
+_KIMI = {
+    **_LATENT,
+    **_NETS,
+    **_MIXTRAL,
+    **mlp_names("block_sparse_moe.shared_experts", "_shexp"),
+    **{f"ffn_routed_{part}": f"block_sparse_moe.routed_expert_{part}_proj" for part in ("down", "up")},
+    **names_of(
+        "ssm_g self_attn.g_proj, attn_gate self_attn.g_proj, ffn_routed_norm block_sparse_moe.routed_expert_norm, "
+        "attn_res_score self_attention_res_proj, ffn_res_score mlp_res_proj"
+    ),
+}
 _KIMI_BARE = names_of(
     "ssm_a self_attn.A_log, ssm_dt self_attn.dt_bias, exp_probs_b block_sparse_moe.gate.e_score_correction_bias"
 )
@@ -348,7 +358,15 @@ LAYOUTS: dict[str, GGUFLayout] = {
         vectors=_MAMBA_VECTORS,
         tables={"output_norm": "model.final_layernorm"},
     ),
-    "kimi-linear": GGUFLayout(_KIMI, bare=_KIMI_BARE, vectors=frozenset(("ssm_a",))),
+    **dict.fromkeys(
+        ("kimi-linear", "kimi-k3"),
+        GGUFLayout(
+            _KIMI,
+            bare=_KIMI_BARE,
+            vectors=frozenset(("ssm_a",)),
+            tables={"output_res_score": "model.output_attn_res_proj"},
+        ),
+    ),
     "glm5-next": GGUFLayout(
         {**_LATENT, **_NETS, **_SHARED, **_INDEXER, "indexer_compressor_gate": f"{_POOL}_gate"},
         bare={**_KIMI_BARE, **_CORRECTION, **_STREAMS, "indexer_compressor_ape": f"{_POOL}_ape"},

@@ -1,5 +1,5 @@
-"""Checkpoints of older, pruned and looped architectures, and of GLM-5.3-Flash, to GGUF files, by the rules of
-llama.cpp's converters, for tests. Written from those rules, as named_conversion, whose rows these are like.
+"""Checkpoints of older, pruned and looped architectures, and of GLM-5.3-Flash and Kimi K3, to GGUF files, by the rules
+of llama.cpp's converters, for tests. Written from those rules, as named_conversion, whose rows these are like.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from tests.models.weights.gguf.named_metadata import mixture
 
 _NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
 _STREAMS = "fn", "base", "scale"
+_NETS = {
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "self_attn.A_log": "ssm_a",
+    "self_attn.dt_bias": "ssm_dt.bias",
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.o_norm": "ssm_norm",
+}
 _GPT = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "layer_norm_epsilon": "layer_norm_eps"}
 _GPT2 = {**_GPT, "n_embd": "hidden_size", "n_positions": "max_position_embeddings"}
 
@@ -67,6 +75,47 @@ def _glm5_tensors(config: Config, tensors: Tensors) -> Tensors:
         if name.endswith("_conv1d.weight"):
             values = values.reshape(1, len(values), 1, -1)
         modified[name] = -np.exp(values) if name.endswith(".A_log") else values
+    return modified
+
+
+def _kimi(config: Config) -> dict[str, Value | None]:
+    """KimiK3Model.set_gguf_parameters."""
+    linear, rank, rotated = config["linear_attn_config"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    attending = [layer + 1 in linear["full_attn_layers"] for layer in range(config["num_hidden_layers"])]
+    return {
+        "rope.freq_base": None,
+        **mixture({**config, "num_experts_per_tok": config["num_experts_per_token"]}),
+        "attention.head_count_kv": (ARRAY, (U32, [int(each) for each in attending])),
+        **{f"attention.{kind}_length": (U32, rank + rotated * (kind == "key")) for kind in ("key", "value")},
+        "attention.key_length_mla": (U32, config["qk_nope_head_dim"] + rotated),
+        "attention.value_length_mla": (U32, config["v_head_dim"]),
+        "attention.kv_lora_rank": (U32, rank),
+        "rope.dimension_count": (U32, rotated),
+        "ssm.conv_kernel": (U32, linear["short_conv_kernel_size"]),
+        "kda.head_dim": (U32, linear["head_dim"]),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "expert_weights_norm": (BOOL, config["moe_renormalize"]),
+        "expert_gating_func": (U32, 2),
+        "expert_latent_length": (U32, config["routed_expert_hidden_size"]),
+        "activation.situ_beta": (F32, 1.0),
+        "activation.situ_linear_beta": (F32, 0.0),
+        "attn_res.block_size": (U32, config["attn_res_block_size"]),
+    }
+
+
+def _kimi_tensors(config: Config, tensors: Tensors) -> Tensors:
+    """KimiK3Model.modify_tensors: norms of scores are multiplied into these, and gates are of two kinds."""
+    recurrent = {name.removesuffix("A_log") for name in tensors if name.endswith(".A_log")}
+    modified = {}
+    for name, values in _glm5_tensors(config, tensors).items():
+        if name.endswith("_res_norm.weight"):
+            continue
+        if name.endswith("_res_proj.weight"):
+            values = values * tensors[name.replace("_proj", "_norm")]
+        if name.endswith(".g_proj.weight"):
+            of_net = name.removesuffix("g_proj.weight") in recurrent
+            name = name.replace("self_attn.g_proj", "ssm_g" if of_net else "attn_gate")
+        modified[name] = values
     return modified
 
 
@@ -297,18 +346,33 @@ CONVERSIONS = {
             **LATENT,
             **INDEXER,
             **{f"{part}_hc.{kind}": f"hc_{part}_{kind}.weight" for part in ("attn", "ffn") for kind in _STREAMS},
-            **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
-            **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
-            "self_attn.A_log": "ssm_a",
-            "self_attn.dt_bias": "ssm_dt.bias",
-            "self_attn.b_proj": "ssm_beta",
-            "self_attn.o_norm": "ssm_norm",
+            **_NETS,
             "self_attn.indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight",
             "self_attn.indexer.index_kpool_compress_gate": "indexer_compressor_gate",
         },
         _glm5,
         modified=_glm5_tensors,
         usual={"linear_num_heads": "num_attention_heads"},
+    ),
+    "KimiK3ForConditionalGeneration": Conversion(
+        "kimi-k3",
+        {
+            **{name.replace("mlp.", "block_sparse_moe."): part for name, part in LATENT.items()},
+            **_NETS,
+            "ssm_g": "ssm_g",
+            "attn_gate": "attn_gate",
+            "block_sparse_moe.gate": "ffn_gate_inp",
+            **{
+                f"block_sparse_moe.experts.#.{name}": f"ffn_{part}_exps"
+                for part, name in zip(PARTS, ("w1", "w3", "w2"), strict=True)
+            },
+            **{f"block_sparse_moe.routed_expert_{part}_proj": f"ffn_routed_{part}" for part in ("down", "up")},
+            "self_attention_res_proj": "attn_res_score",
+            "mlp_res_proj": "ffn_res_score",
+            "model.output_attn_res_proj": "output_res_score",
+        },
+        _kimi,
+        modified=_kimi_tensors,
     ),
     "NanbeigeForCausalLM": Conversion(
         "nanbeige",

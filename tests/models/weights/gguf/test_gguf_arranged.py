@@ -21,6 +21,7 @@ from tests.models.weights.gguf import gguf_conversion, named_conversion, older_c
 from tests.models.weights.gguf.gguf_conversion import tensor
 from tests.models.weights.gguf.gguf_states_conversion import converted_states
 from tests.models.weights.gguf.gguf_writer import ARRAY, F32, U32, gguf_bytes
+from tests.models.weights.gguf.test_gguf_families import check_logits
 from tests.models.weights.gguf.test_gguf_families import tensors_of as checkpoint_tensors
 from tests.models.weights.test_load import ArraySource
 from tests.tables import each_row
@@ -280,3 +281,14 @@ def test_joined_rows_of_queries_keys_and_values(tmp_path, monkeypatch, name):
     path.write_bytes(gguf_conversion.converted({**config, "num_key_value_heads": 4}, tensors))
     with pytest.raises(ModelFileError, match="must have the rows of queries, keys and values"):
         open_model(engine)
+
+
+def test_kimi_k3_with_joined_scores(tmp_path, recorded, paged_run):
+    """Files have the weights of scores multiplied by those of the norm before them."""
+    config = read_config_json(FOLDER / "kimi_k3_odd")
+    tensors = checkpoint_tensors("kimi_k3_odd", config)
+    config |= {"architectures": ["KimiK3ForConditionalGeneration"], "head_dim": 16}
+    (path := tmp_path / "model.gguf").write_bytes(older_conversion.converted(config, tensors))
+    source = open_model(EngineConfig(model=str(path), skip_tokenizer_init=True))
+    check_logits(source, recorded("kimi_k3_odd"), paged_run)
+    source.close()

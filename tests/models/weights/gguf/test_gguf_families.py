@@ -490,11 +490,10 @@ def test_every_layout_has_a_family_and_a_case():
     assert {family.partition(" ")[0] for family in families} == set(LAYOUTS) - set(READ_AS)
     others = [(LAYOUTS[name], LAYOUTS[other]) for name, other in READ_AS.items()]
     assert all(own.permuted == other.permuted for own, other in others)
-    # Those of Llama and Qwen are in test_gguf.py.
+    # Those of Llama and Qwen are in test_gguf.py, that of Kimi K3 is in test_gguf_arranged.py.
     changed = {**CASES, **dict.fromkeys((*REARRANGED, *JOINED, *SEEING), {})}
     configs = ({**read_config_json(FOLDER / name), **changes} for name, changes in changed.items())
     cases = {config["architectures"][0] for config in configs}
     encoders = {architecture for architecture, _ in further_conversion.ENCODERS.values()}
-    assert {(ARCHITECTURES | STATES)[case] for case in cases} | {"llama", "qwen2", "qwen3", *READ_AS} | encoders == set(
-        LAYOUTS
-    )
+    others = {"llama", "qwen2", "qwen3", "kimi-k3", *READ_AS, *encoders}
+    assert {(ARCHITECTURES | STATES)[case] for case in cases} | others == set(LAYOUTS)
