@@ -18,7 +18,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import MAX_FLOAT, ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_limits
 from jaxengine.models.config.readers.hf import FULL, predicting
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import (
@@ -164,16 +164,9 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         fields = ConfigFields(raw).with_defaults(**_DEFAULTS, layer_types=kinds)
         bias = fields.boolean("attention_bias", False)
         shared = gated_fields(fields, read=hf_latent_fields, bias=bias, output_bias=bias)
-        state = GatedDelta(
-            num_k_heads=(heads := fields.integer("linear_num_heads", fields.integer("num_attention_heads"))),
-            num_v_heads=heads,
-            k_head_dim=head_dim,
-            v_head_dim=head_dim,
-            conv_kernel=kernel,
-            by_element=True,
-            activation=shared["activation"],
-            lower_bound=_lower_bound(fields),
-        )
+        heads = fields.integer("linear_num_heads", fields.integer("num_attention_heads"))
+        own = {"activation": shared["activation"], "lower_bound": _lower_bound(fields)}
+        state = GatedDelta(heads, heads, head_dim, head_dim, kernel, by_element=True, **own)
         layers = zip(shared["attention"], mixer_kinds(fields), strict=True)
         attention = (replace(each, rope=None, state=state) if kind == LINEAR else each for each, kind in layers)
         experts = replace(sigmoid_experts(fields), limits=_limits(fields))

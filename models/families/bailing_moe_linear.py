@@ -13,7 +13,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import predicting, read_rope
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import hf_latent_fields
 from jaxengine.models.config.state import LinearState
 from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM, grouped_kinds, whole_ropes
 from jaxengine.models.families.glm4_moe import sigmoid_experts

@@ -25,7 +25,7 @@ from jaxengine.models.config.readers.hf import (
     text_fields,
     windows_by_kind,
 )
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.base.activations import ACTIVATIONS, SILU, read_activation
 from jaxengine.models.layers.experts.moe import MLP_NAMES, ExpertNames

@@ -13,8 +13,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_shared_experts
-from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import gguf_latent_fields, hf_latent_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.mla import LatentAttention
 from jaxengine.models.layers.experts.moe import MixtureOfExperts

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import DEEPSEEK_V3, GGUFConfig, gguf_shared_experts
-from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
 from jaxengine.models.config.readers.hf import predicting
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import gguf_latent_fields, hf_latent_fields
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.llama import gated_fields

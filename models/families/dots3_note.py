@@ -24,7 +24,7 @@ from jaxengine.models.config.readers.hf import (
     read_rope,
     text_fields,
 )
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.bailing_hybrid import GatedLatentAttention
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM

@@ -13,16 +13,22 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex, LayerAttention, LayerState
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_flags, gguf_limits
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_flags, gguf_limit
 from jaxengine.models.config.readers.hf import FULL, read_each_layer, text_fields
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
-from jaxengine.models.families.deepseek_v4 import GGUF_STREAMS, STREAM_NAMES, DeepseekV4Layer, read_connections
+from jaxengine.models.families.deepseek_v4 import (
+    GGUF_STREAMS,
+    STREAM_NAMES,
+    DeepseekV4Layer,
+    read_connections,
+)
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import (
     LINEAR,
     KimiLinearForCausalLM,
     gguf_delta_nets,
+    read_kda,
     read_lower_bound,
 )
 from jaxengine.models.families.llama import LAYER, gated_fields
@@ -113,18 +119,15 @@ class Glm5NextForConditionalGeneration(KimiLinearForCausalLM):
         fields, bound = gguf.fields, read_lower_bound(gguf.fields, "kda.gate_lower_bound", None)
         shared = gguf_delta_nets(gguf, rank=fields.integer("kda.head_dim"), lower_bound=bound)
         fields.require(**{"attention.indexer.kpool_select_tail": True})
-        limits, selecting = gguf_limits(fields), "attention.indexer.types"
-        if not all(gguf_flags(fields, selecting, [True] * len(limits))):
+        selecting = "attention.indexer.types"
+        if not all(gguf_flags(fields, selecting, [True] * len(shared["attention"]))):
             raise fields.fail(selecting, "true for each layer")
-        found = {limit for layer in limits for limit in layer}
-        if len(found) != 1 or None in found:
-            raise fields.fail("swiglu_clamp_exp", "the one number > 0 of swiglu_clamp_shexp")
         sizes = (fields.integer(f"attention.indexer.{name}") for name in ("head_count", "key_length", "top_k"))
         index = KeyIndex(*sizes, pool=fields.integer("attention.indexer.kpool"))
         layers = ((each, INDEXED if each.state is None else LINEAR) for each in shared["attention"])
         return shared | {
             "attention": tuple(_of_kind(each, kind, index, each.state) for each, kind in layers),
-            "experts": replace(shared["experts"], swiglu_limit=found.pop()),
+            "experts": replace(shared["experts"], swiglu_limit=gguf_limit(fields)),
             "hyper_connections": read_connections(fields, GGUF_STREAMS),
         }
 
@@ -191,15 +194,5 @@ def _read_delta(fields: ConfigFields, activation: str) -> GatedDelta:
     bound = raw.get(_BOUND, -5.0)
     if bound is None and inner is not None and ConfigFields(dict(inner)).boolean("safe_gate", True):
         bound = -5.0
-    sizes = ConfigFields({**raw, _BOUND: bound})
-    return GatedDelta(
-        num_k_heads=(heads := sizes.integer("linear_num_heads", 64)),
-        num_v_heads=heads,
-        k_head_dim=(head_dim := sizes.integer("linear_head_dim", 128)),
-        v_head_dim=head_dim,
-        conv_kernel=sizes.integer("linear_conv_kernel_dim", 4),
-        by_element=True,
-        rank=head_dim,
-        activation=activation,
-        lower_bound=read_lower_bound(sizes, _BOUND, None),
-    )
+    sizes = ConfigFields({**raw, _BOUND: bound}).with_defaults(linear_num_heads=64, linear_head_dim=128)
+    return read_kda(sizes, activation=activation, lower_bound=read_lower_bound(sizes, _BOUND, None))

@@ -17,10 +17,9 @@ from jaxengine.models.config.altup import KimiK3Parts
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import MAX_FLOAT, MAX_LAYERS, ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_of_layers, gguf_shared_experts
-from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
 from jaxengine.models.config.readers.gguf_states import with_states
 from jaxengine.models.config.readers.hf import FULL, read_each_layer
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import gguf_latent_fields, hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
@@ -82,14 +81,8 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         bias = fields.boolean("attention_bias", False)
         options: dict[str, Any] = {"read": hf_latent_fields, "bias": bias, "output_bias": bias}
         shared = gated_fields(ConfigFields({**fields.raw, **plain}), **options)
-        state = GatedDelta(
-            num_k_heads=(heads := fields.integer("linear_num_heads")),
-            num_v_heads=heads,
-            k_head_dim=(head_dim := fields.integer("linear_head_dim")),
-            v_head_dim=head_dim,
-            conv_kernel=fields.integer("linear_conv_kernel_dim", 4),
-            by_element=True,
-            rank=head_dim,
+        state = read_kda(
+            fields,
             activation=shared["activation"],
             whole_gates=linear.boolean("use_full_rank_gate", False),
             lower_bound=read_lower_bound(linear, "gate_lower_bound", None),
@@ -213,6 +206,15 @@ class ElementwiseGatedAttention(LatentAttention):
         Computed in float32; returned in the dtype of o.
         """
         return times_gate(o, self.gate(x, step.rows, out_dtype=jnp.float32))
+
+
+def read_kda(fields: ConfigFields, **own: Any) -> GatedDelta:
+    """Return a delta net from `linear_num_heads`, `linear_head_dim` and `linear_conv_kernel_dim`. own: its further
+    fields. Raises ModelConfigError for wrong fields.
+    """
+    heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
+    kernel = fields.integer("linear_conv_kernel_dim", 4)
+    return GatedDelta(heads, heads, size, size, kernel, by_element=True, **{"rank": size, **own})
 
 
 def gguf_delta_nets(gguf: GGUFConfig, **own: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import hf_latent_fields
 from jaxengine.models.families.llama import LAYER, LlamaLayer, gated_fields
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.attention.attention import LayerPages, StepInputs

@@ -9,8 +9,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig
-from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import gguf_latent_fields, hf_latent_fields
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.minicpm import MiniCPMForCausalLM, multipliers
 from jaxengine.models.layers.attention.mla import LatentAttention

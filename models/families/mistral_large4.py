@@ -16,7 +16,7 @@ from jaxengine.models.config.attention import KeyIndex, LayerAttention
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import text_fields
-from jaxengine.models.config.readers.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.latent import hf_latent_fields
 from jaxengine.models.families.gemma2 import read_cap
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM

@@ -283,6 +283,16 @@ def gguf_limits(fields: ConfigFields) -> tuple[tuple[float | None, float | None]
     return tuple(zip(*limits, strict=True))[:count]
 
 
+def gguf_limit(fields: ConfigFields) -> float:
+    """Return the bound of SwiGLU in all layers, from the fields of `gguf_limits`. Raises ModelConfigError for wrong
+    lists, and unless they have one number > 0.
+    """
+    found = {limit for layer in gguf_limits(fields) for limit in layer}
+    if len(found) == 1 and (limit := found.pop()) is not None:
+        return limit
+    raise fields.fail("swiglu_clamp_exp", "the one number > 0 of swiglu_clamp_shexp")
+
+
 def gguf_layers(
     fields: ConfigFields, windowed: LayerAttention, full: LayerAttention, full_every: int, *, full_first: bool = False
 ) -> tuple[LayerAttention, ...]:
