@@ -18,6 +18,7 @@ from jaxengine.models.config.compressed import BlockIndex, CompressedKeys, Hyper
 from jaxengine.models.config.experts import SCORING_FUNCS, ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, as_array, gguf_fields, gguf_limit
 from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.llama import LAYER, gated_fields
@@ -80,6 +81,20 @@ _PARTS = (
 # Names of connections and norms as transformers has them in later families.
 STREAM_NAMES = ("attn_hc.", "input_layernorm", "ffn_hc.", "post_attention_layernorm")
 GGUF_STREAMS = tuple(f"hyper_connection.{name}" for name in ("count", "sinkhorn_iterations", "epsilon"))
+# Names in config.json of fields that GGUF files call otherwise.
+_GGUF = {
+    "num_hidden_layers": "block_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "num_hash_layers": "hash_layer_count",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
+    "o_groups": "attention.output_group_count",
+    "o_lora_rank": "attention.output_lora_rank",
+    **{name: f"attention.{name}" for name in ("sliding_window", "q_lora_rank")},
+}
 NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="gate.bias")
 
 
@@ -148,6 +163,7 @@ class DeepseekV4ForCausalLM(Decoder):
     """Decoder of DeepseekV4Layers, which pass on A hidden states of each token, [T, A * D]."""
 
     first_input = equal_streams
+    gguf_architecture: ClassVar[str | None] = "deepseek4"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("layers.", "model.layers."),
@@ -183,6 +199,25 @@ class DeepseekV4ForCausalLM(Decoder):
             "mlp_bias": fields.boolean("mlp_bias", False),
             "hyper_connections": read_connections(fields),
         }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, rates = gguf.fields, "attention.compress_ratios"
+        fields.require(expert_weights_norm=True, expert_shared_count=1, expert_gating_func=4)
+        own: Any = {name: fields.integer(key, minimum=0) for name, key in _GGUF.items()}
+        own |= {"compress_ratios": as_array(fields.value(rates)).ravel().tolist(), "swiglu_limit": gguf_limit(fields)}
+        own = ConfigFields({**own, "routed_scaling_factor": fields.number("expert_weights_scale")})
+        experts, kinds = replace(read_experts(own), hashed_layers=_hashed_layers(own)), _layer_kinds(own)
+        options: dict[str, Any] = {"sinks": True, "interleaved": True, "partial_rotary": True}
+        shared = gguf_fields(gguf, experts=experts, yarn={"attention_factor": 1.0}, **options)
+        first, theta = shared["attention"][0], fields.number("attention.compress_rope_freq_base")
+        ropes = replace(first.rope, scaling=None), replace(first.rope, theta=theta)
+        keys = {kind: _read_keys(own, kind, first.head_dim) for kind in dict.fromkeys(kinds)}
+        layers = (
+            replace(each, window=None, rope=ropes[kind != WINDOW], state=keys[kind], beside_state=kind != WINDOW)
+            for each, kind in zip(shared["attention"], kinds, strict=False)
+        )
+        return shared | {"attention": tuple(layers), "hyper_connections": read_connections(fields, GGUF_STREAMS)}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.attn"

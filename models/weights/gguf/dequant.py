@@ -240,6 +240,7 @@ FORMATS: dict[int, BlockFormat] = {
     21: BlockFormat("IQ3_S", 256, 110, _F32, grid_blocks.iq3_s),
     22: BlockFormat("IQ2_S", 256, 82, _F32, grid_blocks.iq2_s, group=16),
     23: BlockFormat("IQ4_XS", 256, 136, _F32, _iq4_xs),
+    26: BlockFormat("I32", 1, 4, np.dtype("<i4"), None),
     29: BlockFormat("IQ1_M", 256, 56, _F32, grid_blocks.iq1_m, group=16),
     30: BlockFormat("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16), None),
     34: BlockFormat("TQ1_0", 256, 54, _F32, _tq1_0, four_bits=True),

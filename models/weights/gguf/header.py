@@ -36,7 +36,7 @@ ITEMS_OF_A_LIST = 4
 MAX_TENSORS = 1 << 17
 
 # ggml's names of unsupported types, for the error.
-OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
+OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 27: "I64", 28: "F64", 41: "Q1_0"}
 
 STRING, ARRAY, BOOL = 8, 9, 7
 # Value types of one fixed size, by GGUF's number.

@@ -60,7 +60,8 @@ class GGUFLayout(NamedTuple):
       offsets: numbers that it has added to other norms instead, by the ends of the checkpoint's names.
       decay: factor of exp(A_log), the decays of a layer, in the file.
       norms: end of the checkpoint's names of these norms.
-      bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
+      bare: checkpoint names, without `.weight` or `.bias`, of tensors, by llama.cpp's name: of those of a layer what
+        follows its number.
       rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
       vectors: llama.cpp's names of a layer's vectors that are stored with more axes.
       factors: checkpoint names of a layer's `.scale` tensors that are weights of their own, by llama.cpp's name.
@@ -100,6 +101,8 @@ class GGUFLayout(NamedTuple):
             return name if module is None else f"{self.layers}.{layer}.{module}.{kind}"
         if match := _GLOBAL_TENSOR.fullmatch(name):
             part, kind = match.groups()
+            if part in self.bare:
+                return self.bare[part]
             module = self.tables.get(part) or _GLOBAL.get(part)
             return name if module is None else f"{module}.{kind}"
         return name

@@ -26,6 +26,8 @@ _INDEXER = {
     f"indexer.{part}": f"self_attn.indexer.{name}"
     for part, name in (("attn_q_b", "wq_b"), ("attn_k", "wk"), ("k_norm", "k_norm"), ("proj", "weights_proj"))
 }
+_BLOCKS = (("attn_compressor", "attn.compressor"), ("indexer_compressor", "attn.indexer.compressor"))
+_BLOCK_PARTS = {"kv": "wkv", "gate": "wgate", "norm": "norm"}
 _POOL = "self_attn.indexer.index_kpool_compress"
 _STREAMS = {f"hc_{part}_{kind}": f"{part}_hc.{kind}" for part in ("attn", "ffn") for kind in ("fn", "base", "scale")}
 _LLAMA4 = {
@@ -366,6 +368,25 @@ LAYOUTS: dict[str, GGUFLayout] = {
             vectors=frozenset(("ssm_a",)),
             tables={"output_res_score": "model.output_attn_res_proj"},
         ),
+    ),
+    "deepseek4": GGUFLayout(
+        {
+            **names_of(
+                "attn_norm attn_norm, attn_q_a attn.wq_a, attn_q_a_norm attn.q_norm, attn_q_b attn.wq_b, "
+                "attn_kv attn.wkv, attn_kv_a_norm attn.kv_norm, attn_output_a attn.wo_a, attn_output_b attn.wo_b, "
+                "indexer.attn_q_b attn.indexer.wq_b, indexer.proj attn.indexer.weights_proj, ffn_norm ffn_norm, "
+                "ffn_gate_inp ffn.gate"
+            ),
+            **{f"{own}_{part}": f"{at}.{name}" for own, at in _BLOCKS for part, name in _BLOCK_PARTS.items()},
+            **{f"ffn_{part}_exps": f"ffn.experts.{{expert}}.{name}" for part, name in _W.items()},
+            **{f"ffn_{part}_shexp": f"ffn.shared_experts.{name}" for part, name in _W.items()},
+        },
+        bare={
+            **names_of("attn_sinks attn.attn_sink, exp_probs_b ffn.gate.bias, ffn_gate_tid2eid ffn.gate.tid2eid"),
+            **{name: name for name in _STREAMS},
+            **{f"output_hc_{kind}": f"model.hc_head.hc_{kind}" for kind in ("fn", "base", "scale")},
+            **{f"{own}_ape": f"{at}.ape" for own, at in _BLOCKS},
+        },
     ),
     "glm5-next": GGUFLayout(
         {**_LATENT, **_NETS, **_SHARED, **_INDEXER, "indexer_compressor_gate": f"{_POOL}_gate"},

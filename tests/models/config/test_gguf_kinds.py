@@ -266,6 +266,11 @@ def test_layers_with_states():
 GLM5 = LATENT | EXPERTS | INDEXER | {"attention.head_count_kv": [0, 1] * 4, "attention.indexer.kpool": 2}
 GLM5 |= {"kda.head_dim": 16, "ssm.conv_kernel": 4, "expert_gating_func": 2, "attention.sliding_window": None}
 
+DEEPSEEK4 = EXPERTS | INDEXER | {"expert_weights_norm": True, "expert_shared_count": 1, "expert_gating_func": 4}
+DEEPSEEK4 |= {f"attention.output_{name}": 2 for name in ("group_count", "lora_rank")} | {"hash_layer_count": 0}
+DEEPSEEK4 |= dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp"), [1.0] * 8) | {"expert_weights_scale": 1.0}
+DEEPSEEK4["attention.compress_ratios"] = [0, 4] * 4
+
 
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
@@ -317,6 +322,22 @@ GLM5 |= {"kda.head_dim": 16, "ssm.conv_kernel": 4, "expert_gating_func": 2, "att
         ("muse-glimmer", {}, "muse-glimmer.logit_scale is missing"),
         ("deepseek2-ocr", EXPERTS, "deepseek2-ocr.attention.sliding_window must be absent, got 100"),
         ("orion", {"attention.layer_norm_epsilon": None}, "orion.attention.layer_norm_epsilon is missing"),
+        (
+            "deepseek4",
+            DEEPSEEK4 | {"attention.compress_ratios": [4] * 7},
+            "compress_ratios must be a list of 8 of 0, 4",
+        ),
+        (
+            "deepseek4",
+            DEEPSEEK4 | {"attention.compress_ratios": [5] * 8},
+            "compress_ratios must be a list of 8 of 0, 4",
+        ),
+        ("deepseek4", DEEPSEEK4 | {"expert_gating_func": 2}, "expert_gating_func must be 4"),
+        (
+            "deepseek4",
+            DEEPSEEK4 | {"attention.output_lora_rank": None},
+            "deepseek4.attention.output_lora_rank is missing",
+        ),
         ("glm5-next", GLM5 | {"attention.indexer.types": [True] * 7 + [False]}, "indexer.types must be true for each"),
         ("glm5-next", GLM5 | {"swiglu_clamp_exp": [2.0] * 8}, "swiglu_clamp_exp must be the one number > 0 of swiglu"),
         ("glm5-next", GLM5, "swiglu_clamp_exp must be the one number > 0 of swiglu_clamp_shexp"),

@@ -179,7 +179,8 @@ _BARE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, BARE))})")
 
 
 def tensor(name: str, values: np.ndarray) -> Tensor:
-    return name, values.shape[::-1], 0, values.astype("<f4").tobytes()
+    kind, dtype = (26, "<i4") if values.dtype.kind == "i" else (0, "<f4")
+    return name, values.shape[::-1], kind, values.astype(dtype).tobytes()
 
 
 def converted(

@@ -1,5 +1,6 @@
-"""Checkpoints of older, pruned and looped architectures, and of GLM-5.3-Flash and Kimi K3, to GGUF files, by the rules
-of llama.cpp's converters, for tests. Written from those rules, as named_conversion, whose rows these are like.
+"""Checkpoints of older, pruned and looped architectures, and of GLM-5.3-Flash, Kimi K3 and DeepSeek-V4, to GGUF files,
+by the rules of llama.cpp's converters, for tests. Written from those rules, as named_conversion, whose rows these are
+like.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from tests.models.weights.gguf.named_conversion import (
 )
 from tests.models.weights.gguf.named_metadata import mixture
 
+# What the recorded checkpoint of DeepSeek-V4 becomes without its layer of another rate, as published files say it.
+DEEPSEEK_V4 = {
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "compress_rates")),
+    "compress_ratios": [0, 4, 4, 0],
+    "num_hash_layers": 2,
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 0,
+}
 _NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
 _STREAMS = "fn", "base", "scale"
 _NETS = {
@@ -76,6 +85,33 @@ def _glm5_tensors(config: Config, tensors: Tensors) -> Tensors:
             values = values.reshape(1, len(values), 1, -1)
         modified[name] = -np.exp(values) if name.endswith(".A_log") else values
     return modified
+
+
+def _deepseek4(config: Config) -> dict[str, Value | None]:
+    """DeepseekV4Model.set_gguf_parameters."""
+    limits: Value = (ARRAY, (F32, [config["swiglu_limit"]] * config["num_hidden_layers"]))
+    return {
+        **mixture(config),
+        "feed_forward_length": None,
+        "expert_gating_func": (U32, 4),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "rope.dimension_count": (U32, config["qk_rope_head_dim"]),
+        "attention.q_lora_rank": (U32, config["q_lora_rank"]),
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "attention.indexer.head_count": (U32, config["index_n_heads"]),
+        "attention.indexer.key_length": (U32, config["index_head_dim"]),
+        "attention.indexer.top_k": (U32, config["index_topk"]),
+        "attention.output_group_count": (U32, config["o_groups"]),
+        "attention.output_lora_rank": (U32, config["o_lora_rank"]),
+        "attention.compress_ratios": (ARRAY, (U32, config["compress_ratios"])),
+        "attention.compress_rope_freq_base": (F32, config["compress_rope_theta"]),
+        "hyper_connection.count": (U32, config["hc_mult"]),
+        "hyper_connection.sinkhorn_iterations": (U32, config["hc_sinkhorn_iters"]),
+        "hyper_connection.epsilon": (F32, config["hc_eps"]),
+        "hash_layer_count": (U32, config["num_hash_layers"]),
+        "swiglu_clamp_exp": limits,
+        "swiglu_clamp_shexp": limits,
+    }
 
 
 def _kimi(config: Config) -> dict[str, Value | None]:
@@ -339,6 +375,39 @@ CONVERSIONS = {
             "layer_norm_epsilon": "layer_norm_eps",
         },
         given=_gpt,
+    ),
+    "DeepseekV4ForCausalLM": Conversion(
+        "deepseek4",
+        {
+            **{f"{part}_norm": f"{part}_norm" for part in ("attn", "ffn")},
+            **{
+                f"attn.w{part}_{end}": f"attn_{name}_{end}"
+                for part, name in (("q", "q"), ("o", "output"))
+                for end in "ab"
+            },
+            **{f"attn.{part}norm": f"attn_{part}a_norm" for part in ("q_", "kv_")},
+            "attn.wkv": "attn_kv",
+            "attn.attn_sink": "attn_sinks.weight",
+            "attn.indexer.wq_b": "indexer.attn_q_b",
+            "attn.indexer.weights_proj": "indexer.proj",
+            **{
+                f"attn.{at}compressor.{name}": f"{own}_compressor_{part}"
+                for at, own in (("", "attn"), ("indexer.", "indexer"))
+                for name, part in (("wkv", "kv"), ("wgate", "gate"), ("norm", "norm"), ("ape", "ape.weight"))
+            },
+            "ffn.gate": "ffn_gate_inp",
+            "ffn.gate.bias": "exp_probs_b.bias",
+            "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+            **{
+                f"ffn.{at}.{name}": f"ffn_{part}_{end}"
+                for at, end in (("experts.#", "exps"), ("shared_experts", "shexp"))
+                for part, name in zip(PARTS, ("w1", "w3", "w2"), strict=True)
+            },
+            **{f"hc_{part}_{kind}": f"hc_{part}_{kind}.weight" for part in ("attn", "ffn") for kind in _STREAMS},
+            **{f"model.hc_head.hc_{kind}": f"output_hc_{kind}.weight" for kind in _STREAMS},
+        },
+        _deepseek4,
+        given=lambda config: {"intermediate_size": 1},
     ),
     "Glm5NextForConditionalGeneration": Conversion(
         "glm5-next",

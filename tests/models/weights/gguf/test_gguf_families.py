@@ -198,6 +198,7 @@ CASES |= {
     "dbrx": {},
     "decilm": {},
     "decilm_bias": {},
+    "deepseek_v4": older_conversion.DEEPSEEK_V4,
     "glm5_next": {
         "text_config": None,
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
@@ -214,7 +215,7 @@ CASES |= {
 }
 # Layers of a checkpoint that are left, in their order, where the format has no others.
 LAYERS = {"nemotron_h": (0, 2, 3, 4, 5), "step3p5": (1, 0, 2), "laguna_elements": (1, 0, 2), "minimax_m3": (0, 1)}
-LAYERS |= {"glm5_next": (0, 1, 2)}
+LAYERS |= {"glm5_next": (0, 1, 2), "deepseek_v4": (0, 1, 3)}
 CASES |= STATE_CASES
 # What GPT-2 calls its sizes, and checkpoints whose matrices the converter arranges otherwise.
 GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
@@ -225,7 +226,6 @@ SEEING = ("muse_glimmer_vision", "deepseek_ocr_vision")
 JOINED = ("internlm2", "falcon", "falcon_groups", "bailing_lite", "bloom", "gpt_bigcode", "jais", "baichuan")
 CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe", "qwen3_next")
 
-
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -233,7 +233,7 @@ def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
     architecture = config["architectures"][0]
     renamed = (
-        name.startswith(("gemma4", "granite_moe", "apertus", "minimax_m3", "bailing_v3", "glm5"))
+        name.startswith(("gemma4", "granite_moe", "apertus", "minimax_m3", "bailing_v3", "glm5", "deepseek_v4"))
         or name in SEEING
         or architecture in STATES
     )
