@@ -70,19 +70,24 @@ class HttpCounts:
             self.parsed(*row)
 
     def metrics(self) -> Iterator[Metric | metric_types.Histogram]:
-        """Yield a counter for each method, route and status, a histogram of seconds for each method and route, and the
-        counters of parsed outputs.
+        """Yield counters for each method, route and status, a histogram of seconds for each method and route, and the
+        counters of parsed outputs. vLLM's counter has classes of statuses, such as "4xx".
         """
         for (mode, outcome, kind), number in self._parsed.items():
             labels = {"mode": mode, "outcome": outcome, "request_type": kind}
             yield Counter("vllm:tool_call_parser_invocations", number, labels)
         durations: dict[tuple[str, str], Histogram] = {}
+        classes: dict[tuple[str, str, str], int] = {}
         for (method, route, status), row in self._rows.items():
-            labels = {"method": method, "handler": route, "status": status}
-            yield Counter("http_requests", int(row.counts.sum()), labels)
+            number, labels = int(row.counts.sum()), {"method": method, "handler": route, "status": status}
+            yield Counter("jaxengine:http_responses", number, labels)
+            key = method, route, f"{status[0]}xx" if status.isdecimal() else status
+            classes[key] = classes.get(key, 0) + number
             whole = durations.setdefault((method, route), Histogram(_BOUNDS))
             whole.counts += row.counts
             whole.sum += row.sum
+        for (method, route, status), number in classes.items():
+            yield Counter("http_requests", number, {"method": method, "handler": route, "status": status})
         bounds = (*map(str, _BOUNDS), "+Inf")
         for (method, route), row in durations.items():
             buckets = dict(zip(bounds, accumulate(row.counts.tolist()), strict=True))

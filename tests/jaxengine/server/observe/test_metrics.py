@@ -323,13 +323,15 @@ def test_the_engines_process_answers_for_all(server):
 
 
 async def test_requests_are_counted_by_route_and_status(app, chat_engine):
-    """Not by paths and methods that clients invent. Counts that could not be reported are reported later."""
+    """Not by paths and methods that clients invent. Counts that could not be reported are reported later. The counter
+    of vLLM's name has its classes of statuses.
+    """
 
-    def counts(found):
+    def counts(found, counted="jaxengine:http_responses_total"):
         return {
             tuple(json.loads(labels)[name] for name in ("method", "handler", "status")): value
             for (name, labels), value in found.items()
-            if name == "http_requests_total"
+            if name == counted
         }
 
     before = counts(samples((await scrape(app)).text))
@@ -349,6 +351,14 @@ async def test_requests_are_counted_by_route_and_status(app, chat_engine):
         ("other", "/load", "405"): 1,
         ("POST", "/v1/completions", "400"): 1,
     }
+    classes = counts(samples(text), "http_requests_total")
+    assert classes == {
+        (method, route, each): sum(
+            number for key, number in after.items() if key[:2] == (method, route) and key[2][0] == each[0]
+        )
+        for method, route, each in classes
+    }
+    assert {("GET", "none", "4xx"), ("POST", "/v1/completions", "4xx")} <= set(classes)
     assert "http_request_duration_seconds_bucket{" in text and 'le="+Inf"' in text
 
 
