@@ -130,9 +130,7 @@ def look_up(module: str) -> Callable[[str], Any]:
     homes = _homes(module.removeprefix(f"{_ROOT}."))
 
     def find(name: str) -> Any:
-        """Return the value of a name of the module, and store it in the module. Raises NotBuiltImportError for a name
-        that vLLM has and this engine does not, AttributeError for other unknown names.
-        """
+        """Return the value of a name of the module, and store it there. Raises the errors of `look_up`."""
         if name not in homes:
             refuse(module, name)
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

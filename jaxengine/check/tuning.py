@@ -125,8 +125,9 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 def main() -> int:
     """Serve the request on standard input: write one line of JSON, a result like those of `tune`, for each problem.
 
-    The request has "target", "problems", "log" and "dumps". Results go to standard output, the compilers' output to
-    standard error. Returns 0. Raises ConfigError for an unknown target.
+    The request has "target", "problems", "log", the file of standard error, and "dumps", a folder, which is emptied.
+    Results go to standard output, the compilers' output to standard error. Returns 0. Raises ConfigError for an unknown
+    target.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

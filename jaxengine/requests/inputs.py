@@ -279,9 +279,9 @@ class InputProcessor:
     def read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
         """Return (text, token ids, cache salt) of a prompt, with None for a missing text or salt.
 
-        prefix: text to prepend before tokenisation; ignored for a prompt that has token ids. Ids from `make_ready` are
-        not checked. Raises RequestError for a prompt of another form, unknown keys, empty text, text without a
-        tokenizer, invalid token ids and an invalid cache salt.
+        prefix: that of a pooling model's `text_ids`; not used for other models and token ids. Ids from `make_ready`,
+        and a text beside ids, are not checked. Raises RequestError for a prompt of another form, unknown keys, empty
+        text, text without a tokenizer, invalid token ids and an invalid cache salt.
         """
         salt = None
         if isinstance(prompt, Mapping):

@@ -13,7 +13,8 @@ def decide_sampling_mask(params: SamplingParams, has_option: bool) -> None:
     """Set return_sampling_mask of `params`, in place, to whether the request gets sampling masks.
 
     has_option: whether the engine was started with return_sampling_mask; it decides where the request says None. Raises
-    RequestError for True without the option, and for masks, as in vLLM, at temperature 0 and without a top_k.
+    RequestError for True without the option, and for masks, as in vLLM, at temperature 0 and unless top_k is 1 to
+    MAX_TOP_K.
     """
     if params.return_sampling_mask and not has_option:
         problem = "return_sampling_mask: the engine was started without return_sampling_mask"

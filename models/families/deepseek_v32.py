@@ -55,8 +55,8 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
 
     @classmethod
     def _with_indexers(cls, shared: dict[str, Any], fields: ConfigFields) -> dict[str, Any]:
-        """Return arguments of ModelConfig, `shared`, with the indexers of `fields`. Raises ModelConfigError for wrong
-        fields.
+        """Return arguments of ModelConfig, `shared`, with the indexers of `fields`, and without MTP layers if the last
+        one uses another's selection of keys. Raises ModelConfigError for wrong fields.
         """
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),
@@ -66,11 +66,12 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         )
         sources = cls.read_sources(fields)
         layers = zip(shared["attention"], sources, strict=True)
-        shared["attention"] = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
-        if sources[-1] is not None:  # the MTP layer would have no selection to use
-            unread = shared.get("num_nextn_predict_layers", 0)
-            shared |= {"num_nextn_predict_layers": 0, "num_unread_layers": unread}
-        return shared
+        attention = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
+        shared = shared | {"attention": attention}
+        if sources[-1] is None:
+            return shared
+        # The MTP layer would have no selection to use.
+        return shared | {"num_nextn_predict_layers": 0, "num_unread_layers": shared.get("num_nextn_predict_layers", 0)}
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:

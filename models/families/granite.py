@@ -68,11 +68,11 @@ def granite_gguf_fields(gguf: GGUFConfig, experts: ExpertsConfig | None = None) 
 
 def with_gguf_multipliers(fields: ConfigFields, shape: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of ModelConfig, `shape`, with what `granite_multipliers` returns, from `embedding_scale`,
-    `residual_scale` and `logit_scale` (logits are divided by it) of a GGUF file, and without rope if it says so. Raises
-    ModelConfigError for values that are not numbers > 0.
+    `residual_scale` and `logit_scale` (logits are divided by it) of a GGUF file, and without rope if its
+    `rope.scaling.finetuned` is false. Raises ModelConfigError for values that are not numbers > 0.
     """
     if not fields.boolean("rope.scaling.finetuned", True):
-        shape["attention"] = tuple(replace(each, rope=None) for each in shape["attention"])
+        shape = shape | {"attention": tuple(replace(each, rope=None) for each in shape["attention"])}
     return shape | {
         "embedding_multiplier": fields.number("embedding_scale", 1.0),
         "residual_multiplier": fields.number("residual_scale", 1.0),

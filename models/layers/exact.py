@@ -194,9 +194,7 @@ def exact_class(family: type) -> type:
         def __call__(
             self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
         ) -> tuple[jax.Array, KVPages | Cache]:
-            """Compute CausalLM's forward pass in blocks of ROWS tokens, for one stage. Raises ValueError for `hidden`
-            other than None, and for sections besides states, expert load and drafts.
-            """
+            """Compute CausalLM's forward pass for one stage, see `exact_class`."""
             others = sorted(set(batch.sections) - {STATES, EXPERTS, DRAFTS})
             if hidden is not None or others:
                 raise ValueError(f"an exact model has one stage, and takes states, experts and drafts, got {others}")

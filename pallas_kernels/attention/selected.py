@@ -158,9 +158,9 @@ def select_blocks(
 
     The score of a block is the largest product, in float32, of the head's query q [T, K, J] and a key of the indexer in
     the block. A token sees its own key and those before it, which must be in the pool, the same for all heads. The last
-    `local` blocks that it sees come first, then the others by their scores; of equal ones the lowest number comes
-    first, whatever the step's shape. If a token sees at most k blocks, all are selected, in order, followed by -1; a
-    token of no sequence gets -1 alone. Slots that no token sees may hold NaN.
+    `local` blocks that it sees come first, in order, then the others by their scores; of equal ones the lowest number
+    comes first, whatever the step's shape. If a token sees at most k blocks, all are selected, in order, followed by
+    -1; a token of no sequence gets -1 alone. Slots that no token sees may hold NaN.
 
     schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes and
     dtypes that do not fit, a pool of codes, sizes below 1, and more local blocks than `count`.

@@ -59,8 +59,8 @@ class Column:
     def read(self, name: str, value: Any) -> float | int | bool:
         """Return a value in the parameter's type after checking it.
 
-        name: name of the parameter, for messages. A bool does not count as a number. Raises RequestError with the value
-        and what is allowed.
+        name: name of the parameter, for messages. A bool is no number, and a float no integer. Raises RequestError with
+        the value and what is allowed.
         """
         if not self._allows(value):
             raise RequestError(f"{name} must be {self.allowed}, got {show_value(value)}", param=name, value=value)

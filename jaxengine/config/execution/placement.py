@@ -65,8 +65,8 @@ def with_attention_config(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_numa_nodes(value: Any) -> tuple[int, ...]:
-    """Return numa_bind_nodes as a tuple. value: a list of ints or their digits, or one of them. Raises ConfigError for
-    other values and for an empty list.
+    """Return numa_bind_nodes as a tuple. value: a list of ints from 0 to _MAX_NODE or their digits, or one of them.
+    Raises ConfigError for other values and for an empty list.
     """
     given = value if isinstance(value, (list, tuple)) else [value]
     nodes = [int(each) if isinstance(each, str) and re.fullmatch(r"\d{1,4}", each) else plain(each) for each in given]
@@ -80,15 +80,13 @@ def read_numa_cpus(value: Any) -> tuple[str, ...]:
     other values, for an empty list and for descending ranges.
     """
     given = value if isinstance(value, (list, tuple)) else [value]
-    for each in given:
-        try:
-            if not isinstance(each, str):
-                raise ValueError
+    try:
+        if not given or not all(isinstance(each, str) for each in given):
+            raise ValueError
+        for each in given:
             cpus_of(each)
-        except ValueError:
-            raise ConfigError("numa_bind_cpus", value, 'lists of CPUs such as "0-3" or "16-31,48-63"') from None
-    if not given:
-        raise ConfigError("numa_bind_cpus", value, 'lists of CPUs such as "0-3" or "16-31,48-63"')
+    except ValueError:
+        raise ConfigError("numa_bind_cpus", value, 'lists of CPUs such as "0-3" or "16-31,48-63"') from None
     return tuple(given)
 
 

@@ -84,8 +84,8 @@ def processors_digest(names: Sequence[str]) -> str | None:
 
 
 def _name_of(each: Any) -> str:
-    """Return the name, module:Class, of a class and record the class under it in `_GIVEN`; a text is returned
-    unchanged.
+    """Return the name, module:Class, of a LogitsProcessor's class and record the class under it in `_GIVEN`; a text is
+    returned unchanged.
 
     Raises ConfigError for other values.
     """

@@ -51,7 +51,7 @@ class AttendedProcessor:
         raise RequestError("sounds are not given as embeddings", param="multi_modal_data")
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
-        """Return the item of the longest sound, whatever the arguments; its patches are f32[num_frames, 0]."""
+        """Return the item of the longest sound, whatever the arguments; its patches are f32[self.num_frames, 0]."""
         columns = np.zeros((self.num_columns, self.num_frames), np.int32)
         return self.item(np.zeros((self.num_frames, 0), np.float32), columns)
 

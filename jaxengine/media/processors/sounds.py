@@ -304,7 +304,7 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
 
     Attributes:
       languages: names of the languages in which a transcript may be requested, by their codes.
-      text_mark: text between the language and the transcript in an answer.
+      text_mark: text between "language NAME" and the transcript in an answer.
     """
 
     languages: Mapping[str, str] = {
@@ -316,8 +316,9 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
         """Return the messages that request a transcript of a sound.
 
-        language: a key of `languages`; None lets the model detect it. context: text whose words the transcript may
-        have; "" for none. Raises KeyError for another language.
+        language: a key of `languages`, with which the assistant's answer begins; None lets the model detect it.
+        context: the system's text, whose words the transcript may have; "" for none. Raises KeyError for another
+        language.
         """
         said: list[dict[str, Any]] = [{"role": "system", "content": context}] if context else []
         said.append({"role": "user", "content": [{"type": AUDIO}]})

@@ -24,7 +24,7 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
       token_ids: i32[entries].
       logprobs: f32[entries].
       ranks: i32[entries], -1 for a token that has no rank.
-      decoded_tokens: the text of each entry, None without a tokenizer.
+      decoded_tokens: `decoded_token` of each entry's Logprob.
     """
 
     __slots__ = ("decoded_tokens", "end_indices", "logprobs", "ranks", "start_indices", "token_ids")

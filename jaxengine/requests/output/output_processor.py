@@ -425,8 +425,8 @@ class OutputProcessor:
         count: int,
         given: Sequence[tuple[int, float]],
     ) -> PositionLogprobs:
-        """Return the log-probabilities at one position, `row` of the scores, by token id, without texts if the request
-        has detokenize=False. count: number of likeliest tokens to list, -1 for all. given: further (token id, logprob)
+        """Return the `position_logprobs` of one position, `row` of the scores, without texts if the request has
+        detokenize=False. count: number of likeliest tokens to list, -1 for all. given: further (token id, logprob)
         to list.
         """
         return position_logprobs(

@@ -260,7 +260,7 @@ def _listed(form: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _tags(form: Mapping[str, Any]) -> list[Any]:
-    """Return the field `tags`; entries without a type get the type "tag". Raises RequestError for other values."""
+    """Return the field `tags` as `_listed` does; entries without a type get the type "tag"."""
     return [{"type": "tag", **each} if isinstance(each, Mapping) else each for each in _listed(form, "tags")]
 
 
@@ -297,8 +297,8 @@ def _choice(terms: Sequence[Pieces]) -> Pieces:
 
 
 def _times(form: Mapping[str, Any]) -> str:
-    """Return the Lark operator of a repetition, {min,max}; max is -1 for no limit. Raises RequestError for other
-    values.
+    """Return the Lark operator of a repetition, {min,max}, with 1 <= max >= min >= 0 or, for no limit, max -1. Raises
+    RequestError for other values.
     """
     least, most = form["min"], form["max"]
     whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (least, most))

@@ -258,8 +258,8 @@ class BatchStore:
         """Store a received file under a new id, and return its record.
 
         folder: folder of its owner. path: file with its content, which is moved. size: size in bytes. lifetime: seconds
-        until it expires, at most `retention`, which None stands for. Raises OverloadedError if the owner has no room
-        for the file, with nothing moved; OSError if its record cannot be stored, with the content removed.
+        until it expires; `retention` in place of None and of more. Raises OverloadedError if the owner has no room for
+        the file, with nothing moved; OSError if its record cannot be stored, with the content removed.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
         record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)
@@ -317,11 +317,7 @@ class Upload:
         self._file.write(piece)
 
     def keep(self, filename: str, purpose: str, lifetime: float | None) -> Record:
-        """Sync the content to disk, store the file, and return its record.
-
-        lifetime: seconds until it expires, at most the store's `retention`, which None stands for. Raises
-        OverloadedError if the owner has no room for the file, and OSError.
-        """
+        """Sync the content to disk, and store the file as `BatchStore.keep` does; return its record."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._store.keep(self._folder, self._path, self._size, filename, purpose, lifetime)

@@ -334,7 +334,7 @@ def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
 
 
 def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
-    """Return the JSON of one token, named "token_id:N", with its log-probability and rank."""
+    """Return the JSON of one token, named "token_id:N", with its log-probability (`json_logprob`) and rank."""
     logprob = {"logprob": json_logprob(entry.logprob), "bytes": None, "rank": entry.rank}
     return {"token": f"token_id:{token_id}", "token_id": token_id, **logprob}
 

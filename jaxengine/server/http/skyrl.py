@@ -124,7 +124,7 @@ def packed_support(mask: SamplingMask, top_k: int) -> dict[str, Any]:
 
 
 def _choice(output: CompletionOutput, params: SamplingParams) -> dict[str, Any]:
-    """Return one completion as a SkyRLChoice. params: those of the request."""
+    """Return one completion as a SkyRLChoice, its log-probabilities by `json_logprob`. params: those of the request."""
     logprobs = None
     if output.logprobs is not None:
         pairs = zip(output.token_ids, output.logprobs, strict=True)

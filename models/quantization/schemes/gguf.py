@@ -19,8 +19,8 @@ CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 
 @dataclass(frozen=True)
 class Blocks(InOrder):
-    """Storage format of `codes` i8 [out, in], `scales` f32 [out, in / 16 or in / 32] and, in some formats, `zeros` of
-    the shape of the scales.
+    """Storage format of `codes` i8 [out, in], `scales` f32 [out, in / 16 or in / 32], repeated for a smaller `group`,
+    and, in some formats, `zeros` of the shape of the scales, else 0.
 
     Codes of four bits with zeros begin at 0 in a file and at -8 here; zeros are shifted accordingly, which may round in
     the last bit of float32.

@@ -260,8 +260,8 @@ class AdapterConfig:
     def _pattern(self, raw: Mapping[str, Any], field: str, read: Callable[[str, Any], Any]) -> _Patterns:
         """Return the values of a field that maps names or regular expressions to numbers.
 
-        read: function of (field name, number) that returns the checked number. Raises ModelFileError for anything else;
-        errors of `read` are passed on.
+        read: function of (field name, number) that returns the checked number. Raises ModelFileError for anything else,
+        and for too many names; errors of `read` are passed on.
         """
         value = {} if raw.get(field) is None else raw[field]
         if not isinstance(value, dict) or len(value) > _MAX_NAMES:

@@ -57,7 +57,8 @@ _QUERIES = re.compile(r"(language_model\.)?layers\.\d+\.attention\.wq(_a)?\.\w+"
 
 
 def renamed(stored: str, *, latent: bool = False) -> str:
-    """Return the name that transformers' class gives to the tensor `stored`; an unknown one is returned unchanged.
+    """Return the name that transformers' class gives to the tensor `stored`. An unknown one keeps its name apart
+    from the beginning and the end.
 
     latent: whether the model has latent attention, whose class names its experts as DeepSeek's do; others as Mixtral.
     """

@@ -132,7 +132,8 @@ def _single_tiles(
     keys: KeyRule, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
     """Return the tiles [n, B, 1] of those rows (seqs[r], tokens[r]), i32 [R] each, for which `valid` is True, ordered
-    by their number of blocks of block_kv keys, the longest first, and `Schedule.rank`. B is at most block_seqs.
+    by the number of blocks of block_kv keys up to their last, the longest first, and `Schedule.rank`. B is at most
+    block_seqs.
 
     keys: determine which keys a token sees. tokens: indices into the step's num_tokens tokens.
     """

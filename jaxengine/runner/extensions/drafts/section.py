@@ -290,9 +290,7 @@ def make_verify(spec: EpilogueSpec) -> Callable:
     def verify_rows(
         slots: SlotState, tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array
     ):
-        """Sample at every position, verify the drafts, and return (SlotState with the numbers of computed tokens,
-        TokenState with the accepted tokens, VerifyOutput).
-        """
+        """Sample and verify the drafts, see `make_verify`."""
         drafts, num_drafts, is_forced, is_guided_row = rows.sections[NAME]
         width = drafts.shape[1] + 1
         slot = jnp.repeat(rows.slot, width)

@@ -45,9 +45,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     plain = app.openapi
 
     def document() -> dict[str, Any]:
-        """Return the document, which is made at the first call. Raises TypeError if a request type and an answer type
-        share a name.
-        """
+        """Return the document, see `install`."""
         if app.openapi_schema is None:
             _correct(plain(), [route for route in routes if isinstance(route, APIRoute)])
         return plain()

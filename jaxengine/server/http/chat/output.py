@@ -161,8 +161,8 @@ def token_logprobs(
         return None
 
     def one(token_id: int, entry: Logprob) -> dict[str, Any]:
-        """Return a token's entry in OpenAI's format: "token", its text or, with as_token_ids, "token_id:ID"; "logprob";
-        and "bytes", those of the token in a byte-level vocabulary, else of its text.
+        """Return a token's entry in OpenAI's format: "token", its text or, with as_token_ids, "token_id:ID"; "logprob"
+        (`json_logprob`); and "bytes", those of the token in a byte-level vocabulary, else of its text.
         """
         text = entry.decoded_token or ""
         # Half a character has bytes, but no text.

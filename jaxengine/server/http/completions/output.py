@@ -103,8 +103,8 @@ class ChoiceWriter:
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
     def _tops(self, position: PositionLogprobs) -> dict[str, float]:
-        """Return the log-probabilities of a position by the token's text. Of several tokens with the same text, the
-        highest counts.
+        """Return the log-probabilities (`json_logprob`) of a position by the token's `_name`. Of several tokens with
+        one name, the highest counts.
         """
         best: dict[str, float] = {}
         for token_id in position:

@@ -133,9 +133,10 @@ async def _completion(
     engine: EngineClient, config: ServerConfig, body: DerenderCompletion, model: str, workers: Workers
 ) -> Response:
     """Return the response to a DerenderCompletion: a completion, or with `stream` the chunk of an event (`_streamed`).
-    Without a completion_request all log-probabilities are listed. model: model name in it. workers: threads for slow
-    parts. Raises RequestError for no answers or more than max_prompts, for lists of another length, for fields that
-    need an engine, and as `_recording` does; OverloadedError.
+    Without a completion_request all log-probabilities are listed; its n counts as at least the choices of an answer.
+    model: model name in it. workers: threads for slow parts. Raises RequestError for no answers or more than
+    max_prompts, for lists of another length, for fields that are invalid or need an engine, and as `_recording` does;
+    OverloadedError.
     """
     given = [body.generate_chunk] if body.generate_chunk is not None else body.generate_responses or []
     if not given:
