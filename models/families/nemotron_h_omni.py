@@ -73,7 +73,9 @@ RADIO_NAMES = CheckpointNames(
 
 
 class NemotronH_Omni_Reasoning_V3(NemotronHForCausalLM):
-    """Nemotron-H with a tower of images and videos and, if the file has its configuration, one of sounds."""
+    """Nemotron-H with a tower of images and videos, which ends with a norm if there are MTP layers, and, if the file
+    has its configuration, one of sounds.
+    """
 
     checkpoint_names: ClassVar[CheckpointNames] = _TEXT._replace(
         prefixes=(
