@@ -100,7 +100,7 @@ def test_pages_are_scored(case, goldens, monkeypatch):
 
 
 async def test_over_http(tmp_path, executables_dir, goldens):
-    """A page in messages of /pooling, and in /score and /rerank, where answers have it as it was given."""
+    """A page in messages of /pooling, and in /score and /rerank, where answers have its parts as they were given."""
     folder = make_retriever(tmp_path, "colqwen2")
     shown = PICTURES["a"][1]
     part = {"type": "image_url", "image_url": {"url": data_url(saved(Image.fromarray(picture(*shown[1:])), "PNG"))}}
@@ -132,6 +132,6 @@ async def test_over_http(tmp_path, executables_dir, goldens):
         ranked = (await post(app, "/rerank", query="What?", documents=[page, "What?"])).json["results"]
         assert [each["index"] for each in ranked] == [1, 0]
         np.testing.assert_allclose([each["relevance_score"] for each in ranked], scores, rtol=1e-5)
-        assert ranked[1]["document"] == {"text": None, "multi_modal": page}
+        assert ranked[1]["document"] == {"text": None, "multi_modal": page["content"]}
     finally:
         engine.shutdown()

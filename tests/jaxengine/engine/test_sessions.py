@@ -128,5 +128,5 @@ def test_sessions_are_bounded(llm):
 
 def test_refused_names(llm):
     for name in ("", "a/b", "x" * 129, "é", 7):
-        with pytest.raises(RequestError, match="session is"):
+        with pytest.raises(RequestError, match="session_id is"):
             ask(llm, [1, 2], name)  # pyright: ignore[reportArgumentType]
