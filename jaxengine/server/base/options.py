@@ -285,9 +285,14 @@ class ServerConfig:
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")
                 raise ConfigError.because(name, f"{name} needs {other}, which is not given", f"give {flag} too")
-        for name in ("served_model_name", "response_role", "root_path"):
-            if not "".join(getattr(self, name)).isprintable():  # answers have it, or logs
-                raise ConfigError(name, getattr(self, name), "text that can be printed")
+        # Lone surrogates cannot be sent. A model's name may have any other character: answers and metrics escape it.
+        for name, wrong in (
+            ("served_model_name", r"[\ud800-\udfff]"),
+            ("response_role", r"[\x00-\x1f\x7f\ud800-\udfff]"),
+            ("root_path", r"[\x00-\x1f\x7f\ud800-\udfff]"),
+        ):
+            if found := re.search(wrong, "".join(getattr(self, name))):
+                raise ConfigError(name, getattr(self, name), f"text without the character {found[0]!r}")
         if self.log_format not in ("text", "json"):
             raise ConfigError("log_format", self.log_format, "text, json")
         self._check_store()

@@ -26,6 +26,7 @@ from tests.tables import each_row
         ({"request_timeout": 10**400}, "request_timeout"),
         ({"served_model_name": ["a", "b\udcff"]}, "served_model_name"),
         ({"response_role": "a\nb"}, "response_role"),
+        ({"response_role": "b\udcff"}, "response_role"),
         ({"root_path": "/\0"}, "root_path"),
         ({"engine_hang_timeout": 0.5}, "engine_hang_timeout"),
         ({"engine_hang_timeout": -1.0}, "engine_hang_timeout"),
