@@ -365,10 +365,14 @@ class _KeptCode:
     def write(self, facts: tuple[str, ...], code: bytes) -> None:
         self._files.write(self._name(facts), code)
 
+    @functools.cached_property
+    def _sources(self) -> str:
+        """Digest of the sources of the code, those of the programs included."""
+        return source_digest(_ROOT, (NATIVE_LIBRARY, *(f"{room}.code" for room in NATIVE_ROOMS)))
+
     def _name(self, facts: tuple[str, ...]) -> str:
         """Return the name of the file of code with these facts: a digest of them and of the sources."""
-        sources = source_digest(_ROOT, (NATIVE_LIBRARY, *(f"{room}.code" for room in NATIVE_ROOMS)))
-        return file_name(repr(("machine code", sources, self._changed, facts)))
+        return file_name(repr(("machine code", self._sources, self._changed, facts)))
 
 
 def _source_file(family: type) -> Path | None:
