@@ -65,6 +65,7 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
     from jaxengine.plan.model import open_planned
     from jaxengine.plan.plan import Split, plan_split, platform_for
     from jaxengine.runner.executables.bundle import NewBundle
+    from jaxengine.runner.executables.cache import compiling_ahead, num_compile_threads
     from jaxengine.runner.start.bundles import about, refuse_unknown_code
     from jaxengine.runner.start.open import ProgressBar
     from jaxengine.runner.warm_up import warm_up
@@ -92,8 +93,12 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
         if plan.memory is None:
             assert plan.error is not None
             raise plan.error
-        with ProgressBar("Compiling steps", "step", not config.disable_log_stats) as bar:
-            warm_up(compiler.stages, plan.num_pages, bar.update)
+        caches = [cache for stage in compiler.stages for cache in stage.caches]
+        with (
+            ProgressBar("Compiling steps", "step", not config.disable_log_stats) as bar,
+            compiling_ahead(caches, num_compile_threads(devices[0].platform)) as ahead,
+        ):
+            warm_up(compiler.stages, plan.num_pages, bar.update, ahead=ahead)
         for stage in compiler.stages:
             stage.allocate()
             _ = stage.workspace_bytes, stage.program_bytes  # compiles or stores the numbers that an engine start needs

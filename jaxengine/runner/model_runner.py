@@ -22,6 +22,7 @@ from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.runner.base.extension import Epilogue
 from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, heap_bytes, plan_stages, return_free_memory, trim_heap
 from jaxengine.runner.compile_watch import CompileWatch
+from jaxengine.runner.executables.cache import compiling_ahead, num_compile_threads
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import (
@@ -103,11 +104,14 @@ class ModelRunner:
                 self.extensions[name] = on_host
         return_free_memory()
         before = self.memory_in_use()
-        plan = self._plan_memory(memory_needs(stages, config, self._likely_pages()))
-        facts = [(stage.programs.description, sorted(stage.executables.unused)) for stage in stages]
-        programs = hashlib.sha256(repr(facts).encode()).hexdigest()
-        self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
-        warm_up(stages, self.plan.num_pages, progress or (lambda done, total, what: None), late=config.enforce_eager)
+        shown, late = progress or (lambda done, total, what: None), config.enforce_eager
+        threads = num_compile_threads(self.device.platform) if peers is ALONE and not late else 0
+        with compiling_ahead([cache for stage in stages for cache in stage.caches], threads) as ahead:
+            plan = self._plan_memory(memory_needs(stages, config, self._likely_pages()))
+            facts = [(stage.programs.description, sorted(stage.executables.unused)) for stage in stages]
+            programs = hashlib.sha256(repr(facts).encode()).hexdigest()
+            self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
+            warm_up(stages, self.plan.num_pages, shown, late=late, ahead=ahead)
         return_free_memory()
         if not config.enforce_eager:
             self.plan = self._plan_as_compiled(before)

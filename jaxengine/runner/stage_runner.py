@@ -178,6 +178,7 @@ class StageRunner:
         def keep(compiled: Executable) -> None:
             self._made = {(bucket, num_pages): compiled}
 
+        self.begin_others()
         program = programs.forward(bucket, self.params, kv)
         needs = estimate_needs(program, self.executables, programs.description, self._backend, keep)
         of_extensions = [each.estimate(self.params) for each in self.extensions.values()]
@@ -203,12 +204,28 @@ class StageRunner:
         for each in self.extensions.values():
             each.plan_pool(num_pages)
 
+    def begin_forward(self, bucket: Bucket) -> None:
+        """Begin to compile or load what `compile_forward` does (ExecutableCache.begin)."""
+        for each in self.extensions.values():
+            each.begin(bucket, self.params)
+        if not any(key[0] == bucket for key in self._made):
+            self._begin(self.programs.forward(bucket, self.params, self._kv_shapes))
+
     def compile_forward(self, bucket: Bucket) -> None:
         """Compile or load a bucket's forward pass and the programs that extensions run before and after it."""
         for each in self.extensions.values():
             each.compile(bucket, self.params)
         made = next((self._made.pop(key) for key in list(self._made) if key[0] == bucket), None)
         self._forwards[bucket] = self.compiled(self.programs.forward(bucket, self.params, self._kv_shapes), made)
+
+    def begin_others(self) -> None:
+        """Begin to compile or load the epilogues and `own_programs` that have not been (ExecutableCache.begin)."""
+        for name, size in self.programs.epilogue_sizes():
+            if (name, size) not in self._epilogues:
+                self._begin(self.programs.epilogue(name, size, self.params))
+        for extension, name in self.own_programs():
+            if (extension, name) not in self._programs:
+                self._begin(self._own_program(extension, name))
 
     def compile_epilogue(self, name: str, size: int) -> None:
         """Compile or load an epilogue of this size, unless this has been done."""
@@ -440,6 +457,12 @@ class StageRunner:
         cache, description = self._place(program)
         how: dict[str, Any] = {"donate": program.donate, "description": description, "made": made}
         return cache.get(program.name, program.function, program.arguments, program.results, **how)
+
+    def _begin(self, program: Program) -> None:
+        """Begin to compile or load a program of this stage, so that `compiled` finds it (ExecutableCache.begin)."""
+        cache, description = self._place(program)
+        how = {"donate": program.donate, "description": description}
+        cache.begin(program.name, program.function, program.arguments, program.results, **how)
 
     def _place(self, program: Program) -> tuple[ExecutableCache, str]:
         """Return the cache that has a program, and the description that is part of the program's key in it. Programs

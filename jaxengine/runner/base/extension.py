@@ -430,6 +430,11 @@ class StageExtension:
     def plan_pool(self, num_pages: int) -> None:
         """Store the number of KV pages, on which the shapes of the extension's programs and arrays depend."""
 
+    def begin(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        """Begin to compile or load what `compile` does, if that takes long (ExecutableCache.begin). params: the model's
+        leaves.
+        """
+
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
         """Compile or load the programs that the extension runs before and after a bucket's forward pass. params: the
         model's leaves.

@@ -14,7 +14,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from jaxengine.models.cache import NATIVE_LIBRARY, NATIVE_ROOMS, kernel_modules,
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.bundle import Bundle, NewBundle
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
-from jaxengine.runner.executables.layer_chain import Executable, NotStorableError, compile_parts, load, serialize
+from jaxengine.runner.executables.layer_chain import Executable, NotStorableError, load, lower_parts, serialize
 from jaxengine.runner.executables.program_sources import (
     known_sources,
     learn_sources,
@@ -69,6 +70,9 @@ _OPTIONS_OF_ONCE: dict[str, dict[str, bool | int | str]] = {
 # A part of the key of every trace that jax remembers, of functions within programs as well. A user's own layer or
 # sampler may jit or scan a function that reads a value, and another engine finds another value there.
 _ENGINE = jax.make_user_context(None)
+
+# Programs that are traced beside those that threads compile, so that no thread waits for the next one.
+_TRACED_AHEAD = 2
 
 _ROOT = Path(__file__).parents[3]  # the folder that holds jaxengine
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
@@ -122,6 +126,8 @@ class ExecutableCache:
         self.unused: frozenset[tuple[str, str]] = frozenset()
         self._devices = devices
         self._traces, self._said_why = object(), False
+        self._threads: Executor | None = None  # those of `compiling_ahead`
+        self._begun: dict[str, Callable[[], Executable]] = {}  # results of `_begin`, by file
         self._family = None if family is None else _source_file(family)
         unknown, self._changed = "", ""
         if family is not None and self._family is None:
@@ -173,20 +179,61 @@ class ExecutableCache:
           made: what `compile` has returned for this function and these arguments, if it has been called already.
         """
         file = self._file_name(name, arguments, results, donate, description)
+        begun = self._begun.pop(file, None)
+        return (begun or self._begin(name, file, function, arguments, results, donate, made))()
+
+    def begin(
+        self,
+        name: str,
+        function: Callable,
+        arguments: Sequence[Any],
+        results: Any,
+        *,
+        donate: tuple[int, ...],
+        description: str = "",
+    ) -> None:
+        """Begin what the next `get` with these arguments does: load the program, or trace it and let the threads of
+        `compiling_ahead` compile it. Does nothing outside of that context. Raises the errors of `get`, but those of the
+        compiler.
+        """
+        if self._threads is not None:
+            file = self._file_name(name, arguments, results, donate, description)
+            self._begun[file] = self._begin(name, file, function, arguments, results, donate)
+
+    def _begin(
+        self,
+        name: str,
+        file: str,
+        function: Callable,
+        arguments: Sequence[Any],
+        results: Any,
+        donate: tuple[int, ...],
+        made: Executable | None = None,
+    ) -> Callable[[], Executable]:
+        """Load a program, or else trace it and begin to compile it unless it is `made`. Return the function that
+        returns the executable, after the compiler's end, and stores what was not loaded. file: the name of its file.
+        The other arguments are those of `get`, which counts and raises the same.
+        """
         trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(results)
-        compiled = self._load(name, file, *trees)
-        if compiled is not None:
+        loaded = self._load(name, file, *trees)
+        if loaded is not None:
             self.num_loaded += 1
-            return compiled
+            return lambda: loaded
         self.on_compile()
         # Shardings of results follow from arguments, unless there are none.
         shardings = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
-        compiled = made or self.compile(function, arguments, donate=donate, shardings=shardings)
-        self.num_compiled += 1
-        self._store(name, file, compiled)
-        if isinstance(self._bundle, NewBundle) and shardings is not None:
-            return cast(Executable, lambda: results)  # what will be allocated where the bundle is read
-        return compiled
+        finish = None if made else self._begin_compiling(function, arguments, donate, shardings)
+
+        def stored() -> Executable:
+            compiled = made if finish is None else finish()
+            assert compiled is not None
+            self.num_compiled += 1
+            self._store(name, file, compiled)
+            if isinstance(self._bundle, NewBundle) and shardings is not None:
+                return cast(Executable, lambda: results)  # what will be allocated where the bundle is read
+            return compiled
+
+        return stored
 
     def compile(
         self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], shardings: Any = None
@@ -196,14 +243,29 @@ class ExecutableCache:
         On a single CPU device the result may be a chain of parts, as in `get`. Raises the errors of `compile_program`.
         shardings: a pytree of the results' shardings; None if they follow from the arguments.
         """
-        backend = self._devices[0].platform
+        return self._begin_compiling(function, arguments, donate, shardings)()
+
+    def _begin_compiling(
+        self, function: Callable, arguments: Sequence[Any], donate: tuple[int, ...], shardings: Any
+    ) -> Callable[[], Executable]:
+        """Trace and lower a function, and hand it to the threads of `compiling_ahead`, if there are any. Return the
+        function that returns the executable, compiled there or by the call. The arguments are those of `compile`.
+        """
+        backend, in_parts = self._devices[0].platform, None
         with _ENGINE(self._traces), without_rows(self.unused), self._mesh_of((arguments, shardings)):
             traced = jax.jit(function, donate_argnums=donate, out_shardings=shardings).trace(*arguments)
-            in_parts = None
             if backend == "cpu" and len(self._devices) == 1:
-                one = functools.partial(compile_program, backend=backend)
-                in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
-            return in_parts or compile_program(traced.lower(), backend)
+                in_parts = lower_parts(traced, arguments, donate, self._devices[0])
+            lowered, whole = in_parts or ([traced.lower()], lambda programs: programs[0])
+
+        def compiled(each: jax.stages.Lowered) -> jax.stages.Compiled:
+            with _ENGINE(self._traces):  # contexts of jax are those of a thread
+                return compile_program(each, backend)
+
+        if self._threads is None:
+            return lambda: whole(list(map(compiled, lowered)))
+        compiling = [self._threads.submit(compiled, each) for each in lowered]
+        return lambda: whole([each.result() for each in compiling])
 
     def _mesh_of(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a program is traced. For a new bundle on other devices than CPUs it sets the
@@ -318,6 +380,38 @@ class ExecutableCache:
             self._said_why = True
             return
         self._kept.add_program(name, file, payload)
+
+
+@contextlib.contextmanager
+def compiling_ahead(caches: Sequence[ExecutableCache], num_threads: int) -> Iterator[int]:
+    """Context in which `begin` of these caches compiles, on num_threads threads in all; with 0 it does nothing. Tracing
+    remains with the callers' thread. Returns how many programs may be begun before the first of them is waited for. At
+    the end, what has begun and nobody has asked for is dropped; after an error the compilers that run are not waited
+    for.
+    """
+    if not num_threads:
+        yield 0
+        return
+    threads = ThreadPoolExecutor(num_threads, "compile")
+    try:
+        for cache in caches:
+            cache._threads = threads
+        yield num_threads + _TRACED_AHEAD
+    finally:
+        for cache in caches:
+            cache._threads = None
+            cache._begun.clear()
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def num_compile_threads(platform: str) -> int:
+    """Return the number of threads that compile programs for `platform`, jax's name, beside the one that traces.
+
+    XLA compiles a program for TPUs on hardly more than one core, and one for CPUs on some two. 0 for GPUs, whose
+    compiler measures kernels on the device, where others would disturb it.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": max(1, min(cores // 2, 4)), "tpu": max(1, min(cores // 2, 16))}.get(platform, 0)
 
 
 class _KeptPrograms:

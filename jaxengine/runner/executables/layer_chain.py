@@ -199,31 +199,29 @@ def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) ->
     return InParts(chain, programs, in_tree, out_tree, devices[0])
 
 
-def compile_parts(
-    traced: Any,
-    arguments: Sequence[Any],
-    donate: tuple[int, ...],
-    compile_lowered: Callable[[Any], Any],
-    device: Any,
-) -> InParts | None:
-    """Compile a traced program as a chain of parts. If it has few layers, return None without compiling anything.
+def lower_parts(
+    traced: Any, arguments: Sequence[Any], donate: tuple[int, ...], device: Any
+) -> tuple[list[jax.stages.Lowered], Callable[[Sequence[jax.stages.Compiled]], InParts]] | None:
+    """Lower a traced program as a chain of parts. Return the lowered programs of the parts, without duplicates, and the
+    function that makes the chain of them once they are compiled, in the same order. If the program has few layers,
+    return None without lowering anything.
 
-    Args:
-      traced: `jax.stages.Traced` for `arguments`, which are shapes.
-      donate: indices of arguments that may be overwritten.
-      compile_lowered: function from jax.stages.Lowered to jax.stages.Compiled; its errors are raised.
-      device: the device that it runs on.
+    traced: `jax.stages.Traced` for `arguments`, which are shapes. donate: indices of arguments that may be overwritten.
+    device: the device that it runs on.
     """
     parts = _cut(traced.jaxpr.jaxpr)
     if parts is None:
         return None
     leaves, in_tree = jax.tree.flatten((tuple(arguments), {}))
     owners = [index for index, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
-    plan = _Plan(traced.jaxpr, leaves, [owner in donate for owner in owners])
+    plan, out_tree = _Plan(traced.jaxpr, leaves, [owner in donate for owner in owners]), traced.out_info
     for index in range(len(parts)):
         plan.add(parts, index)
-    programs = [compile_lowered(lowered) for lowered in plan.lowered]
-    return InParts(plan.chain(programs), programs, in_tree, jax.tree.structure(traced.out_info), device)
+
+    def chain(programs: Sequence[jax.stages.Compiled]) -> InParts:
+        return InParts(plan.chain(programs), programs, in_tree, jax.tree.structure(out_tree), device)
+
+    return plan.lowered, chain
 
 
 def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:

@@ -130,12 +130,24 @@ class Drafter(StageExtension):
             weights.update(np.ascontiguousarray(own).tobytes())
         return f"{self.programs.pages_description} {weights.hexdigest()}"
 
+    def begin(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        for program in self._programs_of(bucket, params).values():
+            how = {"donate": program.donate, "description": self.programs.description}
+            self.executables.begin(program.name, program.function, program.arguments, program.results, **how)
+
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        for when, program in self._programs_of(bucket, params).items():
+            self._programs[when, bucket] = program
+            self._compiled[when, bucket] = self._get(program)
+
+    def _programs_of(self, bucket: Bucket, params: Sequence[Any]) -> dict[str, Program]:
+        """Return a bucket's programs by when they run, "before" or "after" its forward pass; those that it lacks are
+        left out. params: the target model's leaves.
+        """
         weights = self.programs.weights(self.params, params)
-        for when, make in (("before", self.programs.before), ("after", self.programs.after)):
-            if (program := make(bucket, weights, self._shapes)) is not None:
-                self._programs[when, bucket] = program
-                self._compiled[when, bucket] = self._get(program)
+        makers = {"before": self.programs.before, "after": self.programs.after}
+        found = {when: make(bucket, weights, self._shapes) for when, make in makers.items()}
+        return {when: program for when, program in found.items() if program is not None}
 
     def allocate(self) -> None:
         """Allocate the arrays that the draft model holds between steps: its pool and its states of slots. `plan_pool`

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +18,7 @@ from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.runner.base.program import Program
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.executables import cache
-from jaxengine.runner.executables.cache import ExecutableCache
+from jaxengine.runner.executables.cache import ExecutableCache, compiling_ahead, num_compile_threads
 from jaxengine.runner.programs.program_needs import estimate_needs
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
@@ -154,6 +157,87 @@ def test_engines_of_other_shapes_do_not_take_each_others_steps(tmp_path):
         (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], params, use_tqdm=False)
         found.append((output.outputs[0].token_ids, [sorted(each) for each in output.prompt_logprobs[1:]]))
     assert found == [found[0]] * 3
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """Names of the threads that compile, one for each program."""
+    names, compile_program = [], cache.compile_program
+
+    def recorded(lowered, backend):
+        names.append(threading.current_thread().name)
+        return compile_program(lowered, backend)
+
+    monkeypatch.setattr(cache, "compile_program", recorded)
+    return names
+
+
+def begin(cache, function=double):
+    cache.begin("double", function, ARGUMENTS, ARGUMENTS[0], donate=())
+
+
+def test_what_is_begun_compiles_on_threads_and_is_traced_once(tmp_path, compilers):
+    traced = []
+
+    def function(x):
+        traced.append(threading.current_thread())
+        return x * 2
+
+    first, second = ExecutableCache(str(tmp_path), DEVICES), ExecutableCache(str(tmp_path), DEVICES)
+    begin(first, function)
+    assert not traced  # only in the context
+    with compiling_ahead([first, second], 1) as ahead:
+        assert ahead > 1
+        begin(first, function)
+        assert traced == [threading.current_thread()]
+        assert (first.num_compiled, first.num_loaded) == (0, 0)  # nothing is stored that nobody has asked for
+        assert run(get(first, function)) == [0, 2, 4, 6]
+        begin(second, function)
+        assert run(get(second, function)) == [0, 2, 4, 6]
+    assert len(traced) == len(compilers) == 1
+    assert compilers[0].startswith("compile")
+    assert (first.num_compiled, first.num_loaded, second.num_compiled, second.num_loaded) == (1, 0, 0, 1)
+    get(first, lambda x: x * 2, description="another")
+    assert compilers[1:] == [threading.current_thread().name]
+
+
+def test_what_is_begun_and_not_asked_for_is_dropped():
+    cache = ExecutableCache("", DEVICES)
+    with compiling_ahead([cache], 1):
+        begin(cache)
+    assert run(get(cache)) == [0, 2, 4, 6]
+    assert cache.num_compiled == 1
+
+
+def test_errors_of_compilers_on_threads_are_the_callers(monkeypatch):
+    def refuse(lowered, backend):
+        raise MemoryError("of the compiler")
+
+    cache_of = ExecutableCache("", DEVICES)
+    monkeypatch.setattr(cache, "compile_program", refuse)
+    with pytest.raises(MemoryError, match="of the compiler"), compiling_ahead([cache_of], 1):
+        begin(cache_of)
+        get(cache_of)
+    monkeypatch.undo()
+    assert run(get(cache_of)) == [0, 2, 4, 6]
+
+
+def test_steps_of_a_start_compile_on_threads(make_llm, compilers):
+    llm = make_llm(compile_cache_dir="", num_gpu_blocks_override=61)
+    on_threads = [name for name in compilers if name.startswith("compile")]
+    assert len(on_threads) >= len(llm.core.engine.runner.buckets)
+    compilers.clear()
+    eager = make_llm(compile_cache_dir="", num_gpu_blocks_override=61, enforce_eager=True)
+    eager.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1))
+    assert compilers
+    assert not any(name.startswith("compile") for name in compilers)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, (1, 1)), (2, (1, 1)), (16, (4, 8)), (180, (4, 16))])
+def test_threads_for_cores(monkeypatch, cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+    assert (num_compile_threads("cpu"), num_compile_threads("tpu")) == threads
+    assert num_compile_threads("gpu") == 0  # its compiler measures on the card
 
 
 def test_nothing_is_kept_without_a_directory(tmp_path):
