@@ -107,7 +107,7 @@ class Turns(Generic[_T]):
 
 
 def _names(owner: Owner) -> list[tuple[int, str | None]]:
-    """Return the names of an owner, each after its index in a pair; 0 for a single name."""
+    """Return (index, name) for each name of an owner, in order; the one pair (0, name) for a single name or None."""
     return list(enumerate(owner if isinstance(owner, tuple) else (owner,)))
 
 

@@ -450,8 +450,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     @jax.transfer_guard("allow")
     def _loop(self) -> None:
-        """Run commands and steps until shutdown or an error, on the engine's thread. Pass outputs and errors of refused
-        requests to their readers. At the end, end all streams with EngineDeadError.
+        """Run commands and steps until shutdown or an error, which is logged, on the engine's thread. Pass outputs and
+        errors of refused requests to their readers. At the end, end all streams with EngineDeadError.
         """
         error = EngineDeadError("the engine was shut down")
         try:

@@ -129,7 +129,8 @@ def pair_prompt(
     text "rerank" of a GGUF file is written with both in their places; an encoder's tokenizer joins both to token ids; a
     model whose files say that it takes messages gets token ids by its own template; any other gets both texts, one
     after the other. variables: those of the template. Raises RequestError without a tokenizer, for a model that does
-    not have exactly one label, for a Content, for variables without a template, and if the template fails.
+    not have exactly one label, for a Content, for variables without a template, and if the template fails;
+    OverloadedError if too many templates are being rendered.
     """
     if isinstance(query, Content) or isinstance(document, Content):
         problem = "images and videos are scored by models that embed the two sides apart; this one reads both together"

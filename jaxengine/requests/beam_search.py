@@ -71,8 +71,8 @@ class BeamSearchParams:
 
     def token_params(self) -> SamplingParams:
         """Return the sampling parameters of a request for one token after a beam, with logprobs of the 2 * beam_width
-        likeliest tokens. End-of-sequence tokens do not end it, and its output is not detokenised. A temperature of 0
-        becomes 1, as processed logprobs would have only the best token.
+        likeliest tokens and seed 0. End-of-sequence tokens do not end it, and its output is not detokenised. A
+        temperature of 0 becomes 1, as processed logprobs would have only the best token.
         """
         return SamplingParams(
             max_tokens=1,
@@ -153,8 +153,9 @@ class BeamSearch:
         """Extend the beams by one token; the search is complete once no beam runs or max_tokens tokens have been added.
         found: logprobs of the next token of each of `prompts`, in their order.
 
-        A beam with an end-of-sequence token ends, unless ignore_eos. Keeps the beam_width best running beams and the
-        beam_width best ended ones. Raises ValueError if `found` has another length than the beams.
+        Each beam is continued by its 2 * beam_width tokens of lowest rank, then id. One with an end-of-sequence token
+        ends, unless ignore_eos. Keeps the beam_width best running beams and the beam_width best ended ones, of equal ones
+        those found first. Raises ValueError if `found` has another length than the beams.
         """
         grown = []
         for beam, position in zip(self._beams, found, strict=True):
@@ -174,8 +175,8 @@ class BeamSearch:
         self._num_left = self._num_left - 1 if self._beams else 0
 
     def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Return the best sequences, at most beam_width, of those that ended and those that reached the limit. Sets the
-        finish_reason of the latter to "length".
+        """Return the best sequences, at most beam_width, of those that ended and those that reached the limit, best first;
+        of equal ones, ended ones first. Sets the finish_reason of the latter to "length".
 
         tokenizer: writes each sequence's `text`, prompt included; None leaves it None.
         """

@@ -17,7 +17,7 @@ def has_messages(model: PoolingModel) -> bool:
 def written(
     tokenizer: Tokenizer, model: PoolingModel, prefix: str, texts: Sequence[str], chat_template: str | None
 ) -> tuple[list[str], bool]:
-    """Return (the text to encode for each of `texts`, whether special tokens are added to these).
+    """Return (the text to encode for each of `texts`, one or more, whether special tokens are added to these).
 
     prefix: the model's prompt, "" for none, which is prepended. If texts are messages, each is instead what
     `chat_template` (None: the model's) writes for it as a user's message, after the prefix as a system message. Special

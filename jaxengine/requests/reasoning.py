@@ -31,7 +31,7 @@ def after_reasoning(
     prompt that has closed the reasoning, and all with the parser "auto".
 
     name: name of the reasoning parser. text, token_ids: the prompt, whose end says whether the output begins inside of
-    reasoning; if the text is None, the last _TAIL_TOKENS ids are decoded.
+    reasoning; if the text is None, the last _TAIL_TOKENS ids are decoded. Raises ConfigError for an unknown name.
     """
     asked = params.structured_outputs
     if not isinstance(asked, StructuredOutputsParams) or asked.reasoning_end is not None:

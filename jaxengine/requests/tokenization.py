@@ -13,8 +13,8 @@ _NAME, _KEEP = "tokenization_kwargs", "truncate_prompt_tokens"
 
 
 def num_kept(given: Any, keep: int | None = None, *others: str) -> int | None:
-    """Return truncate_prompt_tokens of tokenization_kwargs, or `keep` if it has none. Raises RequestError if `given` is
-    neither None nor a dict of this key and `others`.
+    """Return truncate_prompt_tokens of tokenization_kwargs, unchecked, or `keep` if it has none. Raises RequestError if
+    `given` is neither None nor a dict of this key and `others`.
     """
     allowed = (_KEEP, *others)
     if given is not None and (not isinstance(given, Mapping) or given.keys() - {*allowed}):
@@ -25,9 +25,9 @@ def num_kept(given: Any, keep: int | None = None, *others: str) -> int | None:
 def tokenized(inputs: InputProcessor, prompt: Prompt, given: Any) -> Prompt:
     """Return a prompt of a generating model with its token ids.
 
-    given: tokenization_kwargs, which may have add_special_tokens, for texts, True by default; truncate_prompt_tokens,
-    how many to keep, -1 for as many as fit; and truncation_side, where the others are left out, "left" by default.
-    Raises RequestError for other keys and values, and for media and embeddings.
+    given: tokenization_kwargs, not None, which may have add_special_tokens, for texts, True by default;
+    truncate_prompt_tokens, how many to keep, -1 for max_model_len - 1; and truncation_side, where the others are left
+    out, "left" by default. Raises RequestError for other keys and values, and for media and embeddings.
     """
     keep = num_kept(given, None, "add_special_tokens", "truncation_side")
     side, special = given.get("truncation_side", "left"), given.get("add_special_tokens", True)

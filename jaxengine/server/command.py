@@ -32,8 +32,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the server until it ends; return the exit status of Supervisor.run, or 2, after printing an error, if a
     package that serving needs is not installed.
 
-    args: options of `add_arguments`. With enable_batch_api the folder batch_storage_dir is created. Raises ConfigError,
-    before any process is started, for invalid options and for files of keys or TLS that cannot be used.
+    args: options of `add_arguments`. With enable_batch_api the folder batch_storage_dir is created; with log_format
+    "json" this process logs JSON. Raises ConfigError, before any process is started, for invalid options and for files
+    of keys or TLS that cannot be used.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

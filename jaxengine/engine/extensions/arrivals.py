@@ -57,8 +57,8 @@ class Arrivals(LoopExtension):
         logger.info("record_trace: when requests come and how long they are is written to %s", self._path)
 
     def ended(self, request: Request) -> None:
-        """Write the request's line, unless it has no output tokens or the trace has been stopped. A write error, or a
-        file of more than MOST_BYTES, stops the trace.
+        """Write the request's line, unless it has no output tokens or the trace has been stopped. An arrival before the
+        trace began is written as 0. A write error, or a file of more than MOST_BYTES, stops the trace.
         """
         num_output = min(len(request.output_token_ids), request.max_tokens)
         if self._file is None or num_output < 1:

@@ -57,7 +57,7 @@ class ParameterWords:
 
     def said(self, types: AbstractSet[str]) -> list[str]:
         """Return what may follow `says` for a value of these JSON types: "true" if they have a string, else "false". In
-        a format with attributes "string" or else all the types, where an integer is a "number".
+        a format with attributes "string" or else all the types, sorted, where an integer is a "number".
         """
         if not self.attributes:
             return ["true" if "string" in types else "false"]

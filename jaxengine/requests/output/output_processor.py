@@ -213,8 +213,8 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking the n requests of `prepared`, whose params must be SamplingParams, and set the `tag` of each,
-        by which its tokens are recognised.
+        """Start tracking the n requests of `prepared`, whose params must be SamplingParams and whose id must not be
+        tracked (unchecked), and set the `tag` of each, by which its tokens are recognised.
         """
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)

@@ -43,8 +43,10 @@ def extra_fields(
 
 
 def _read_no_repeat(given: Mapping[str, Any]) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return TokenParams.no_repeat; None without ngram_size. given: values of _NO_REPEAT, None for the default: 100 for
-    window_size. Raises RequestError for values that are not allowed, and for the others without ngram_size.
+    """Return TokenParams.no_repeat: (ngram_size, window_size, whitelist_token_ids); None without ngram_size.
+    given: values of _NO_REPEAT, None for the default: 100 and (). Raises RequestError unless ngram_size is 1 to 256,
+    window_size that at least and 4096 at most, and the list at most 1024 int32 >= 0; and for these two without
+    ngram_size.
     """
     if given.get(_SIZE) is None:
         if name := next((name for name, value in given.items() if value is not None), None):

@@ -81,8 +81,8 @@ class RequestOptions:
 
 
 def check_session(name: str, session: Any) -> str:
-    """Return the name of a session, which the field `name` has, unchanged. Raises RequestError for one that is not
-    allowed.
+    """Return the name of a session, which the field `name` has, unchanged. Raises RequestError unless it is 1 to 128
+    ASCII letters, digits and . _ : -.
     """
     if not isinstance(session, str) or SESSION.fullmatch(session) is None:
         raise invalid(name, session, "1 to 128 letters, digits, '.', '_', ':' and '-'")
@@ -132,7 +132,8 @@ def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
     """Return a copy of SamplingParams with `changes`, and with a max_tokens of at most `max_model_len`, or None.
     Another object is returned unchanged, for the caller to refuse.
 
-    As in vLLM, a larger max_tokens is no error here; servers refuse it.
+    As in vLLM, a larger max_tokens is no error here; servers refuse it. Raises RequestError for `changes` that are not
+    allowed.
     """
     if not isinstance(params, SamplingParams):
         return params
@@ -141,7 +142,9 @@ def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """Return several prompts unchanged, and a single prompt in a list. Raises RequestError for anything else."""
+    """Return several prompts, any sequence or array, unchanged, and a single prompt in a list. Entries are not checked.
+  Raises RequestError for anything else.
+  """
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
         allowed = "a string, a list of token ids, a dict, or a list of them"

@@ -20,8 +20,9 @@ class RepetitionDetectionParams:
 
     Attributes:
       max_pattern_size: tokens of the longest pattern that is looked for, at most 1024; 0 looks for none.
-      min_pattern_size: tokens of the shortest one; 0 means 1.
-      min_count: how often the pattern must occur, one occurrence right after the other, at least 2.
+      min_pattern_size: tokens of the shortest one, at most max_pattern_size; 0 means 1.
+      min_count: how often the pattern must occur, one occurrence right after the other: at least 2, or any with
+        max_pattern_size 0.
 
     Raises RequestError for other values.
     """

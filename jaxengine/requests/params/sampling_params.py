@@ -109,13 +109,13 @@ def _temperature(name: str, value: Any) -> float:
 
 
 def _num_logprobs(name: str, value: Any) -> int:
-    """Return a number of logprobs: an int >= -1, 1 for True. Raises RequestError for other values."""
+    """Return a number of logprobs: an int32 >= -1, 1 for True. Raises RequestError for other values."""
     allowed = "None, an int >= 0, -1 (the whole vocabulary) or True (1)"
     return 1 if value is True else _int(-1, INT32_MAX, allowed)(name, value)
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
-    """Return at most `most` token ids >= 0 as a tuple without repeats, () for None; otherwise raise RequestError."""
+    """Return int32 token ids >= 0 as a tuple without repeats, () for None; RequestError for others or over `most`."""
     ids = () if value is None else value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
         raise refuse(name, value, f"a list of at most {most} token ids")

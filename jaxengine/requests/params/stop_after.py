@@ -21,11 +21,13 @@ class StopAfter:
     Attributes:
       reasoning_end: text that ends the reasoning, or a list of alternatives, each a text or a list of consecutive
         texts. Stored as tuples of tuples.
-      reasoning_begin: text that begins the reasoning, or a list of alternatives. If an output does not begin with one
-        of them, after white space, all of it is the answer. None if every output begins with reasoning.
+      reasoning_begin: text that begins the reasoning, or a list of alternatives, stored as a tuple. If an output does
+        not begin with one of them, after white space, all of it is the answer. None if every output begins with
+        reasoning.
 
     Raises:
-      RequestError: a value of another form.
+      RequestError: a value of another form, a list with none or more than 16 entries, a text that is empty or has more
+        than 256 characters.
     """
 
     reasoning_end: str | Sequence[str | Sequence[str]]

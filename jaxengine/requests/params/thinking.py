@@ -26,7 +26,8 @@ class ThinkingWords:
         of reasoning_end.
 
     Raises:
-      RequestError: a value of another form.
+      RequestError: a value of another form or longer than `words_of` allows; a reasoning_begin or closing that has not 1
+        to 256 characters.
     """
 
     reasoning_end: str | Sequence[str | Sequence[str]]
@@ -63,9 +64,9 @@ def limited(
     limits the reasoning.
 
     grammar: grammar of the answer; None for an answer of any form. num_tokens: the limit. words: texts around
-    reasoning. encode: returns the token ids of a text, () if the model cannot write it. Raises RequestError for a
-    grammar that begins without reasoning, on which the limit has no effect, and for a closing text that the model
-    cannot write.
+    reasoning. encode: returns the token ids of a text, () if the model cannot write it; the FREE grammar has no
+    reasoning if that is so of reasoning_begin. Raises RequestError for a grammar that begins without reasoning, on
+    which the limit has no effect, and for a closing text that the model cannot write.
     """
     closing = tuple(encode(str(words.closing)))
     if not closing:

@@ -84,7 +84,8 @@ class StructuredOutputsParams:
         or as text (jaxengine.requests.structured.structural_tags); stored as text.
 
     Raises:
-      RequestError: an invalid value, no constraint or several, or an option that would have no effect.
+      RequestError: an invalid value, no constraint or several, an option that would have no effect, a text above the
+    module's limits (MAX_SCHEMA_BYTES, ...), or a schema that refers to another file.
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -189,8 +189,8 @@ class _RequestSpan:
         self._error = error
 
     def end(self) -> None:
-        """Send the span, from the request's arrival until now. Call it once. An output without a finish reason, because
-        the caller left, counts as aborted.
+        """Send the span, from the request's arrival until now. Call it once. Finish reasons are those of the outputs by
+        ascending index; one without, because the caller left, counts as aborted.
         """
         attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
         output = self._last

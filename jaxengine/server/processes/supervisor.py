@@ -288,7 +288,7 @@ class Supervisor:
                 print(f"jaxengine is ready: {self.urls()}", flush=True)
 
     def _ended(self, child: _Child) -> None:
-        """Handle the end of a child: stop watching it, then restart it or end the server.
+        """Handle the end of a child: stop watching it, then restart it or end the server, and log that.
 
         Before all were ready for the first time, the server's status becomes the child's own, or 1 if that is 0 or a
         signal. Afterwards an engine is restarted at once, but its third death within a minute without having served

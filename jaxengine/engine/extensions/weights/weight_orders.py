@@ -67,8 +67,8 @@ class WeightOrders:
         self._num_reads = 0
 
     def engine_pause(self) -> dict[str, Any]:
-        """Return whether the operator has paused the engine ("is_paused"), which of its parts sleep ("asleep"), and the
-        version of its weights ("weight_version").
+        """Return whether the operator has paused the engine ("is_paused"), which of its parts sleep ("asleep", sorted),
+        and the version of its weights ("weight_version").
         """
         own = self._weights
         return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}

@@ -106,10 +106,10 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
 
 def read_request(form: Form, request: Request) -> TranscriptionRequest:
-    """Return the fields of a form. Names of unknown fields, and of fields without effect, are stored in the request's
-    state.
+    """Return the fields of a form. NAME[...] counts as NAME; timestamp_granularities may occur several times. Names of
+    unknown fields, and of fields without effect, are stored in the request's state (unknown_fields, ignored_fields).
 
-    Raises RequestError for a field that is missing, occurs twice, or is not valid.
+    Raises RequestError for a missing file, and for a field that occurs twice or is not valid.
     """
     if form.filename is None:
         raise RequestError("file is missing: the sound to transcribe", param=FILE)

@@ -36,11 +36,11 @@ class CreateBatch(RequestModel):
     """Request for a batch.
 
     Attributes:
-      input_file_id: the file of requests.
+      input_file_id: the file of requests, at most 128 characters.
       endpoint: route of all requests, one of URLS.
       completion_window: "24h" alone.
-      metadata: 16 texts by name, which the batch repeats.
-      output_expires_after: lifetime of its output and error files; None for the server's retention.
+      metadata: at most 16 texts of at most 512 characters by names of at most 64, which the batch repeats.
+      output_expires_after: lifetime of its output and error files (`check_lifetime`); None for the server's retention.
     """
 
     input_file_id: Annotated[str, Field(max_length=128)]

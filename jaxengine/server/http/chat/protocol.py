@@ -293,8 +293,8 @@ class ChatRequest(TextRequest, ConversationRequest):
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: the content itself, or the text parts of a list, joined by line breaks.
-    "" for other content.
+    """Return the text of a message's content: the content itself, or the text parts of a list (texts, and `text` of
+    dicts), joined by line breaks. "" for other content.
     """
     if isinstance(content, str):
         return content
