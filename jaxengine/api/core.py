@@ -108,7 +108,8 @@ class EngineCore:
         """End the engine and its other processes, if it has any, and write a profile that is running. Do nothing in a
         fork.
 
-        reason: why the engine has failed, for the other processes; None if it has not.
+        reason: why the engine has failed, for the other processes; None if it has not. Raises RequestError for a
+        profile that cannot be written, after all else has ended.
         """
         if not self.owner.is_here:
             return
@@ -282,7 +283,9 @@ class EngineCore:
 
 
 class CoreMethods(ABC):
-    """Methods that LLM and LLMEngine share. Each holds the engine's lock, so that it runs between two steps."""
+    """Methods that LLM and LLMEngine share. Each holds the engine's lock, so that it runs between two steps, and raises
+    EngineDeadError in a fork.
+    """
 
     _lock: AbstractContextManager[Any]
 

@@ -338,8 +338,8 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
 
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
         """Run steps, taking turns with other threads, until all `num_requests` outputs of a call have arrived, and show
-        its progress. Wait while the engine is paused, with one warning in the log. Raises the RequestError of one of its
-        requests, or EngineDeadError; the other requests are not aborted.
+        its progress. Wait while the engine is paused, with one warning in the log. Raises the RequestError of one of
+        its requests, or EngineDeadError; the other requests are not aborted.
         """
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:

@@ -141,9 +141,10 @@ class PoolingMethods(CoreMethods):
         A listwise reranker reads a query with all of its texts of data_2; the first output has the prompt's tokens.
 
         lora_request: the adapter to use, one for all or one per pair, for both of its texts; None for the model alone.
-        chat_template: None for the engine's option, see scoring.pair_prompt. Raises RequestError for an empty text,
-        numbers of texts that do not match, a classifier with several labels, a model that generates text, a template
-        given to an embedding model, or a result that is not finite; raises EngineDeadError.
+        chat_template: None for the engine's option, see scoring.pair_prompt. Other arguments: see `encode`. Raises
+        RequestError for an empty text, numbers of texts that do not match, a classifier with several labels, a model
+        that generates text, a result that is not finite, a template given to an embedding model or a listwise reranker,
+        and several adapters or a cut of prompts with the latter; ModelFileError for an adapter; EngineDeadError.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2, inputs.media_reader)

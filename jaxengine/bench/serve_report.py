@@ -212,8 +212,9 @@ def _cumulative(values: Sequence[float]) -> Points:
 def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str, Points], log: bool = False) -> str:
     """Return the SVG elements of one chart, number `place` from the left; "" without points.
 
-    The x axis is logarithmic with `log`; the y axis starts at 0. x_name, y_name: texts at the axes. lines: points by
-    the name in the legend.
+    The x axis is logarithmic with `log`, where values below 0.001 are drawn as 0.001, and otherwise starts at 0, as
+    the y axis does. Lines of at most 20 points show them as circles. x_name, y_name: texts at the axes. lines: points
+    by the name in the legend.
     """
     points = [point for line in lines.values() for point in line]
     if not points:

@@ -112,7 +112,9 @@ def encode(message: Message) -> bytes:
 def decode(payload: bytes) -> Message:
     """Return the message that `encode` encoded in `payload`; its arrays are read-only views of the payload.
 
-    Raises ClusterError, with the reason, for an invalid payload.
+    Raises ClusterError, with the reason, for a payload without a header of 2 to _MAX_HEADER_BYTES bytes, for a header
+    that is not [operation, fields, arrays] as JSON, for an operation or fields that OPERATIONS does not declare, and
+    for arrays other than those that the header lists.
     """
     length = int.from_bytes(payload[:4], "little")
     if len(payload) < 4 or not 2 <= length <= min(len(payload) - 4, _MAX_HEADER_BYTES):

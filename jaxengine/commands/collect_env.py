@@ -90,7 +90,9 @@ def _ours() -> Iterator[str]:
 
 
 def _system() -> Iterator[str]:
-    """Yield lines about the operating system, the processor, memory, and whether this is a container."""
+    """Yield lines about the operating system, its distribution, the processor and its usable cores, memory and the
+    limit of the control group, and whether this is a container. What /etc, /proc or /sys does not say is left out.
+    """
     yield f"platform: {platform.platform()}"
     release = _read("/etc/os-release")
     if found := re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE):

@@ -29,7 +29,8 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
     "generation_tokens", "prompt_throughput", "generation_throughput" (tokens per second), "prefix_cache" ("queries",
     "hits"), "finished" (by reason) and "compilations_since_ready". "time_to_first_token" and "inter_token_latency" have
     "p50" and "p99", None while nothing has been observed. "steps" has their "count" and seconds by part, "buckets" the
-    steps and tokens of each compiled shape, "requests" an entry (`_running`) for each of the longest running ones.
+    steps and tokens of each compiled shape, "requests" an entry (`_running`) for each of the MAX_REQUESTS running ones
+    that arrived first.
     "pages" is the `page_map`, "memory" that of `_memory`. Each extension adds the entries of its `status`; "pictures"
     is None without one for images.
     """

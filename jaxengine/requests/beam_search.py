@@ -154,8 +154,8 @@ class BeamSearch:
         found: logprobs of the next token of each of `prompts`, in their order.
 
         Each beam is continued by its 2 * beam_width tokens of lowest rank, then id. One with an end-of-sequence token
-        ends, unless ignore_eos. Keeps the beam_width best running beams and the beam_width best ended ones, of equal ones
-        those found first. Raises ValueError if `found` has another length than the beams.
+        ends, unless ignore_eos. Keeps the beam_width best running beams and as many of the best ended ones, of equal
+        ones those found first. Raises ValueError if `found` has another length than the beams.
         """
         grown = []
         for beam, position in zip(self._beams, found, strict=True):
@@ -175,8 +175,8 @@ class BeamSearch:
         self._num_left = self._num_left - 1 if self._beams else 0
 
     def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Return the best sequences, at most beam_width, of those that ended and those that reached the limit, best first;
-        of equal ones, ended ones first. Sets the finish_reason of the latter to "length".
+        """Return the best sequences, at most beam_width, of those that ended and those that reached the limit, best
+        first, of equal ones those that ended. Sets the finish_reason of the others to "length".
 
         tokenizer: writes each sequence's `text`, prompt included; None leaves it None.
         """

@@ -131,9 +131,9 @@ class FolderTransport(Transport):
         self._disk.shutdown()
 
     def _sweep(self) -> None:
-        """Remove old files every _SWEEP_SECONDS, or each quarter of their lifetime if that is shorter, until the transport
-    is shut down. Runs on a thread.
-    """
+        """Remove old files every _SWEEP_SECONDS, or each quarter of their lifetime if that is shorter, until the
+        transport is shut down. Runs on a thread.
+        """
         while not self._end.wait(min(_SWEEP_SECONDS, self._seconds / 4)):
             self._disk.remove_older(self._seconds)
 

@@ -210,8 +210,9 @@ def _of_unigrams(parts: _Parts) -> Tokenizer:
 
 def _of_words(parts: _Parts) -> Tokenizer:
     """Return BERT's tokenizer. The file marks tokens at the beginning of a word with U+2581; BERT's vocabulary marks
-    the other ones with ## instead, so names are converted. Raises ModelFileError if the converted words are not
-    distinct, or if [UNK], [CLS] or [SEP] is missing.
+    the other ones with ## instead, so names are converted. Texts are lower-cased unless the file says otherwise, and
+    accents are then removed, unless it says otherwise. Raises ModelFileError if the converted words are not distinct,
+    or if the unknown token, [CLS] or [SEP] is neither named nor in the vocabulary.
     """
     metadata, names = parts.metadata, parts.names
     marked = {at for at in range(len(names)) if parts.types[at] in (CONTROL, UNKNOWN)}

@@ -132,7 +132,8 @@ def _of_pieces(files: _Files) -> tuple[Tokenizer, dict[str, Any]] | None:
     where config names none. Returns None if the folder lacks the file, or if the tokenizer_class uses it in another
     way.
 
-    The tokenizer adds the begin token unless add_bos_token is false, and the end token only if add_eos_token is true.
+    The tokenizer adds the begin token unless add_bos_token is false, and the end token only if add_eos_token is true. A
+    given add_prefix_space takes precedence over the file's, and with legacy false only the first word gets that space.
     Raises ModelFileError for invalid files.
     """
     folder, config = files.folder, files.config

@@ -57,9 +57,11 @@ def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
 
 
 def _end_in(text: str, tokens: list[str], bos: str | None) -> str | None:
-    """Return the token directly after _ANSWER in a rendered conversation; None if there is none, or if that token
-    begins a turn. text: the rendered conversation. tokens: texts of all added tokens. bos: the beginning-of-text token,
-    which does not end a turn, or None.
+    """Return the token after the last _ANSWER, and white space, in a rendered conversation; None if no token stands
+    there or it seems to begin a turn: it is `bos` or in _NO_ENDS, or also stands directly before the answer; or text
+    follows it, and it is also the first token, the last one before the question, or the last one before the answer.
+
+    text: the rendered conversation. tokens: texts of all added tokens. bos: the beginning-of-text token, or None.
     """
     at = text.rfind(_ANSWER)
     if at < 0:

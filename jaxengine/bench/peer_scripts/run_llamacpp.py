@@ -22,7 +22,8 @@ KINDS = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantiza
 def convert(source: str, target: Path, variant: str) -> None:
     """Write the GGUF file `target` from `source`, with every matrix dequantised to `variant`.
 
-    Vectors such as norms stay float32, as in llama.cpp's own files. variant: key of KINDS.
+    Vectors such as norms are dequantised to float32, as in llama.cpp's own files. The metadata is copied, but for the
+    type of the file. variant: key of KINDS.
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(str(target), reader.get_field(gguf.Keys.General.ARCHITECTURE).contents())

@@ -94,8 +94,8 @@ class SpeculativeConfig:
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
         """Return the config for a dict of vLLM's fields or of this class's; None for None. A config is returned
-        unchanged. A field that is None counts as absent; of prompt_lookup_max and _min, one alone stands for both. Fields
-    on which no token depends here (_HOW) are checked, logged and left out.
+        unchanged. A field that is None counts as absent; of prompt_lookup_max and _min, one alone stands for both.
+        Fields on which no token depends here (_HOW) are checked, logged and left out.
 
         Raises ConfigError for unknown fields, fields that the method does not have, and values that are missing or not
         allowed.

@@ -32,10 +32,10 @@ class TemplateOptions:
 
 def read_chat_template(value: Any) -> Any:
     """Return the template: `value` itself if it contains template braces, otherwise the content of the file of that
-    name.
+    name, with "~" expanded, without a byte order mark.
 
     An empty text, and a value that is not text, is returned unchanged. Raises ConfigError for a file that cannot be
-    read or contains no template.
+    read as UTF-8, has more than 1 MiB or contains no template.
     """
     if not isinstance(value, str) or not value or _is_template(value):
         return value

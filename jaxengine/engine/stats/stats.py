@@ -268,7 +268,7 @@ class RequestStats:
 
         reason, num_output: finish reason and number of output tokens that the caller got; None for the request's own.
         Requests without an output token are left out of the histograms of prefill, decode and inference times and of
-        computed tokens, those with fewer than two of time_per_output_token. One that never ran has waited until its end.
+        computed tokens, those with fewer than two of time_per_output_token. One that never ran waited until its end.
         """
         reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output

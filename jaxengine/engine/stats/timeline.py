@@ -170,6 +170,6 @@ def _life(request: Request) -> dict[str, Any]:
 
 
 def _step(record: StepRecord) -> dict[str, Any]:
-    """Return the fields of a record as plain JSON values."""
+    """Return the fields of a record by name as plain JSON values, the bucket as text."""
     values = {name: getattr(record, name) for name in StepRecord.__slots__}
     return {**values, "bucket": str(record.bucket)}

@@ -143,8 +143,8 @@ def within_context(params: Any, max_model_len: int, **changes: Any) -> Any:
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
     """Return several prompts, any sequence or array, unchanged, and a single prompt in a list. Entries are not checked.
-  Raises RequestError for anything else.
-  """
+    Raises RequestError for anything else.
+    """
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
         allowed = "a string, a list of token ids, a dict, or a list of them"

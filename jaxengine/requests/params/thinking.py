@@ -26,8 +26,8 @@ class ThinkingWords:
         of reasoning_end.
 
     Raises:
-      RequestError: a value of another form or longer than `words_of` allows; a reasoning_begin or closing that has not 1
-        to 256 characters.
+      RequestError: a value of another form or longer than `words_of` allows; a reasoning_begin or closing that does
+        not have 1 to 256 characters.
     """
 
     reasoning_end: str | Sequence[str | Sequence[str]]

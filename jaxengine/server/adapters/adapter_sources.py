@@ -75,6 +75,7 @@ class AdapterSources:
     async def _search(self, engine: EngineClient, name: str) -> bool:
         """Load the adapter of a name and return True, or return False if there is none. If there are hub owners, a name
         without an adapter is remembered as missing for a minute, or until _MOST_MISSING others were missed after it.
+
         Raises the errors of `load_adapter`.
         """
         path = await asyncio.to_thread(self._path_of, name)

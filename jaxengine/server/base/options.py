@@ -319,8 +319,8 @@ class ServerConfig:
     def store_bounds(self) -> dict[str, int]:
         """Return the bounds of the store of responses as keyword arguments of StoreBounds: `responses` and
         `client_responses` in responses, `num_bytes`, `client_bytes` and `conversation_bytes` in bytes. An option that
-        is None is replaced by its default, which is computed from the other options: half of the responses is rounded up,
-        shares of bytes are rounded down.
+        is None is replaced by its default, which is computed from the other options: half of the responses is rounded
+        up, shares of bytes are rounded down.
         """
         most = self.api_memory_limit_bytes // 4 if self.api_memory_limit_bytes else _STORED_BYTES
         total = self.max_stored_bytes or min(_STORED_BYTES, most)

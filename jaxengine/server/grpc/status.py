@@ -36,10 +36,10 @@ class CallError(Exception):
 def status_of(error: Exception, field: str | None) -> Status:
     """Return (code, message, trailing metadata) for an exception.
 
-    A CallError has its own code. OverloadedError is RESOURCE_EXHAUSTED with retry-after-ms, rounded up, UnknownAdapterError
-    NOT_FOUND, any other RequestError INVALID_ARGUMENT with a BadRequest if `field` is given. Their messages pass
-    `public`. EngineDeadError and EngineDrainingError are UNAVAILABLE with a fixed message. Any other exception is
-    logged, and is INTERNAL without details. field: proto field that a RequestError concerns, or None.
+    A CallError has its own code. OverloadedError is RESOURCE_EXHAUSTED with retry-after-ms, rounded up,
+    UnknownAdapterError NOT_FOUND, any other RequestError INVALID_ARGUMENT with a BadRequest if `field` is given. Their
+    messages pass `public`. EngineDeadError and EngineDrainingError are UNAVAILABLE with a fixed message. Any other
+    exception is logged, and is INTERNAL without details. field: proto field that a RequestError concerns, or None.
     """
     if isinstance(error, CallError):
         return error.code, public(str(error)), ()

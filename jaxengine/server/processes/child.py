@@ -45,7 +45,8 @@ class Child:
 
     def __init__(self):
         """Read the job from standard input, which is /dev/null from then on, or exit with status 1 if there is none.
-        Ignore SIGINT and SIGTERM, log to stderr, and start the thread that reads orders.
+        Ignore SIGINT and SIGTERM, log to stderr, as JSON if the job's log_format says so, and start the thread that
+        reads orders.
         """
         orders = os.dup(0)
         with open(os.devnull, "rb") as nothing:

@@ -215,6 +215,7 @@ class EngineServer:
         """Queue a request in the engine. If it is refused, because of limits, invalid values, missing pixels or a bug,
         which is logged, the refusal goes into the next update; nothing is raised. One because of limits is counted in
         request_stats.num_rejections.
+
         The message's pixels are read and cached in every case.
         """
         client.received = message.number
@@ -262,7 +263,7 @@ class EngineServer:
 
     def _call(self, message: Call) -> Reply:
         """Call a utility of the engine, or of this class for the image cache, and return the reply. Any error, also
-        that of a result which cannot be encoded, becomes a failure in the reply; it is logged unless it is a RequestError.
+        that of a result which cannot be encoded, becomes a failure in the reply; all but RequestErrors are logged.
         """
         try:
             # Not an attribute, which would create a reference cycle with the sockets, whose end zmq waits for.

@@ -292,9 +292,10 @@ class Supervisor:
 
         Before all were ready for the first time, the server's status becomes the child's own, or 1 if that is 0 or a
         signal. Afterwards an engine is restarted at once, but its third death within a minute without having served
-        ends the server with status 1. Other processes are restarted at once for two deaths within a minute, then after
-        a delay that doubles from 0.5 to 30 s; the eighth death in a row before being ready ends the server with status
-        1. The engine is informed of an API process's end. While draining, restarts nothing and calls `_end_rest`.
+        ends the server with status 1. Other processes are restarted at once for two deaths within a minute without
+        having served, or for one before being ready, then after a delay that doubles from 0.5 to 30 s; the eighth death
+        in a row before being ready ends the server with status 1. The engine is informed of an API process's end. While
+        draining, restarts nothing and calls `_end_rest`.
         """
         self._selector.unregister(child.events)
         child.events.close()
@@ -374,7 +375,7 @@ class Supervisor:
 
     def _warn(self) -> None:
         """Log a warning for each key file that every user may read, and one if the server's address is not loopback and
-        no API key is set.
+        no API key is set. Raises OSError for a key file that is gone, ConfigError for one that cannot be used any more.
         """
         for name in ("api_key_file", "admin_key_file"):
             path = getattr(self._server, name)

@@ -93,7 +93,8 @@ def _inputs(source: Any, config: ResolvedConfig, options: dict[str, Any]) -> Inp
     """Return an input processor equal to the replicas'.
 
     source: a replica's opened model, which is used as it is if its files are on this machine too; otherwise the model
-    that the engine's `options` name is opened again, without its weights, which imports jax.
+    that the engine's `options` name is opened again, without its weights, which imports jax. Raises ConfigError for a
+    plugin that cannot be imported, and the errors of `open_model`.
     """
     load_plugins(config.plugins)  # a source may have records of theirs
     opened = unpacked(source)
@@ -125,7 +126,7 @@ class Front:
         reader: PromptReader | None = None,
     ):
         """Create the application, with its limits, keys and traffic counters. Contacts no replica yet. See the class
-        for the arguments.
+        for the arguments. Raises ConfigError for a key file or lora_routes that cannot be used.
         """
         self._replicas, self._names = replicas.options(stream=True), names
         self._server, self._num_attempts, self._reader = server, num_attempts, reader

@@ -209,5 +209,7 @@ def _format(content: Mapping[str, Any], version: int, special: Sequence[str], pa
 
 
 def _is_word(value: Any) -> bool:
-    """Return whether a value is a text of small letters, which may stand in a template as it is."""
+    """Return whether a value is a text of 1 to 32 small letters and underscores, which may stand in a template as it
+    is.
+    """
     return isinstance(value, str) and re.fullmatch("[a-z_]{1,32}", value) is not None

@@ -165,8 +165,8 @@ def _check(form: Form, request: Request) -> tuple[str, int | None]:
     """Return the file's name, "file" if it is empty, and the seconds after which the file expires, None for the
     server's default. Stores the names of unknown fields in the request's state.
 
-    Raises RequestError without a file, for another purpose than BATCH, for a name of more than 255 characters or with one
-    that is not printable, for an expiry with one of anchor and seconds, and for a field that occurs twice.
+    Raises RequestError without a file, for another purpose than BATCH, for a name of more than 255 characters or with
+    one that is not printable, for an expiry without both fields or of other values, and for a field that occurs twice.
     """
     if form.filename is None:
         raise RequestError("file is missing: the requests, one JSON object a line", param=FILE)

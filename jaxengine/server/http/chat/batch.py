@@ -32,8 +32,8 @@ _MAX_CONVERSATIONS = 1 << 20
 
 class BatchChatRequest(ChatRequest):
     """A chat request with a list of conversations as messages. All other fields hold for each of them; those of
-  `refused`, such as stream, n and tools, are refused unless their values have no effect.
-  """
+    `refused`, such as stream, n and tools, are refused unless their values have no effect.
+    """
 
     # A choice has the answer to one conversation, and no field for its prompt.
     refused = {

@@ -55,8 +55,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Return the top_n documents (all without top_n) by their relevance to a query, the best first, equal ones as
-        given. Raises RequestError, also for an empty query, OverloadedError, EngineDeadError, and ApiError for an unknown
-        model (404) or a document without a result.
+        given. Raises RequestError, also for an empty query, OverloadedError, EngineDeadError, and ApiError for an
+        unknown model (404) or a document without a result.
         """
         model, lora = await choose_model(engine, body.model, names)
         name = body.register("rerank", request)

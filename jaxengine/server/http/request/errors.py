@@ -97,6 +97,7 @@ def abort_error(finish_reason: str | None, stop_reason: Any) -> ApiError:
 
 def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
     """Return the ApiError with which an exception is answered, by its class. An ApiError is returned unchanged.
+
     OverloadedError becomes 429, EngineDeadError 503 and the OSError of a full disk 507, all with Retry-After: 5 s, 60 s
     for the disk, and the OverloadedError's own time, rounded up to whole seconds, at least 1;
     UnknownAdapterError becomes 404, RequestError and RequestValidationError 400; another HTTPException keeps its
