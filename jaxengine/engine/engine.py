@@ -42,8 +42,7 @@ class Engine:
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
         self.scheduler = Scheduler(self.extensions.configure(config))
         self.stats = StepStats(buckets={bucket: BucketUse() for bucket in runner.buckets})
-        self.request_stats = RequestStats(runner.config.max_model_len)
-        self.timeline = Timeline()
+        self.request_stats, self.timeline = RequestStats(runner.config.max_model_len), Timeline()
         self.uncounted: set[Request] = set()
         self._max_in_flight = runner.config.max_in_flight
         self._in_flight: deque[InFlight] = deque()
@@ -191,6 +190,7 @@ class Engine:
         self.timeline.collected(done.record, result, (start, arrived, updated))
 
     def _ended(self, request: Request) -> None:
+        """Run `ended` hooks and note the end. Record it now, too, if it is an abort or error, or text cannot end it."""
         for ended in (self._rows.ended, *self._hooks.ended):
             ended(request)
         request.finished_time = self._now()

@@ -99,9 +99,9 @@ def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
     """Return the ApiError with which an exception is answered, by its class. An ApiError is returned unchanged.
 
     OverloadedError becomes 429, EngineDeadError 503 and the OSError of a full disk 507, all with Retry-After: 5 s, 60 s
-    for the disk, and the OverloadedError's own time, rounded up to whole seconds, at least 1;
-    UnknownAdapterError becomes 404, RequestError and RequestValidationError 400; another HTTPException keeps its
-    status. EngineDrainingError, a subclass of EngineDeadError, also keeps its message and gets "Connection: close". An
+    for the disk, and the OverloadedError's own time, rounded up to whole seconds, at least 1; UnknownAdapterError
+    becomes 404, RequestError and RequestValidationError 400; another HTTPException keeps its status.
+    EngineDrainingError, a subclass of EngineDeadError, also keeps its message and gets "Connection: close". An
     unexpected class becomes a 500 without details, and the caller should log it. given: names of the fields in the
     request's body; if one of them is another name of the invalid field, the error uses it.
     """
