@@ -51,7 +51,8 @@ class Gain:
 
     Attributes:
       name: of its row in the table.
-      measure: returns the figure of an engine for requests of these sizes: (engine, sizes) -> figure.
+      measure: returns the figure of an engine for requests of these sizes: (engine, sizes) -> figure. Raises
+        RequestError for a request that the engine refuses.
       unit: of that figure.
       base, changed: options of the engine without and with the optimisation.
       smaller_is_better: the figure is a time, not a rate.
@@ -288,8 +289,8 @@ def compare(gain: Gain, options: Mapping[str, Any], sizes: Sizes, num_runs: int)
     "without" and "with" are the best of `num_runs` figures each, or the only figures of a gain that is measured once;
     "times" says how many times better the second is, rounded to two decimals. A gain with its own measure of the base
     runs both on one engine; others run on two engines that are loaded at once and take turns. options: options of both
-    engines; the gain's options replace them. The engines are shut down at the end, also after an error. Raises
-    ConfigError if an engine refuses its options.
+    engines; the gain's options replace them. The engines are shut down at the end, also after an error. Raises the
+    errors of `LLM`, such as ConfigError for options that an engine refuses, and those of the gain's measures.
     """
     from jaxengine import LLM
 

@@ -70,7 +70,7 @@ def _window(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the host's time per step (`measure`) for each number of sequences in args.num_seqs, print the figures,
-    write them to the --json file, and return 0.
+    write them to the --json file, and return 0. Raises OSError if the file cannot be written.
     """
     from jaxengine.results import table, write_json
 

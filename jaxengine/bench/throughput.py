@@ -115,7 +115,8 @@ def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> di
     them.
 
     The keys are "static_batch_size", "static_output_tokens_per_second" and "times_static". tokens_per_second: output
-    tokens per second without static batches, for the speedup.
+    tokens per second without static batches, for the speedup. Raises RequestError for a request that the engine
+    refuses.
     """
     from jaxengine.bench.engine_run import run_static
 

@@ -360,8 +360,8 @@ def _be_nice(thread: int, value: int) -> None:
 
 
 def main() -> None:
-    """Serve the parent process until the connection ends. The process then exits with status 1, and also after an error
-    in a thread.
+    """Serve the parent process until the connection ends, at which the process exits with status 0; it exits with
+    status 1 after an error in a thread.
 
     The first message is a Start, which is answered with Ready. If its tokenizer cannot be used, send Failed with key -1
     and return.
@@ -378,7 +378,9 @@ def main() -> None:
     connection.send(Ready())
 
     def read() -> None:
-        """Pass the parent's messages to the threads that answer them, and exit when the connection ends."""
+        """Pass the parent's messages to the threads that answer them. The process exits with status 0 when the
+        connection ends, 1 after an error.
+        """
         try:
             for message in messages:
                 if isinstance(message, Open):

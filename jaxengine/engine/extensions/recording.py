@@ -131,7 +131,7 @@ class Recording(LoopExtension):
         """Return the index, in the folder, of the weights that steps use now. Weights that are not in it are entered
         first, with their checksums.
 
-        Raises OSError if the folder cannot be written.
+        Raises OSError if the folder cannot be written, and the errors of `checksums`.
         """
         assert self._folder is not None
         # Replaced weights have other ids: they were made while the old arrays still existed.

@@ -133,7 +133,9 @@ class PythonicToolParser:
         return self._out.finish()
 
     def _feed(self, text: str) -> None:
-        """Read a piece of the output, and write its events to the collector."""
+        """Read a piece of the output, and write its events to the collector. Text that turns out not to be a call is
+        released as content, or collected if it may be one with nested quotes.
+        """
         at = 0
         while at < len(text):
             if self._state is _State.CONTENT:

@@ -162,6 +162,7 @@ class BatchStore:
     def change(self, owner: str, batch_id: str, edit: Callable[[Record], Any]) -> Record | None:
         """Call `edit` with the record of a batch, which it may change in place, under the folder's lock, and store the
         record if it was changed. Return the record; None if there is no such batch, in which case `edit` is not called.
+        Raises the errors of `edit`, with nothing stored.
         """
         with self._records.locked():
             record = self.batch(owner, batch_id)

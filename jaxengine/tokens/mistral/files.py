@@ -99,7 +99,13 @@ def _read_pieces(path: Path) -> tuple[Tokenizer, MistralFormat]:
 
 
 def _read_tekken(path: Path) -> tuple[Tokenizer, MistralFormat]:
-    """Return the tokenizer and the chat format of a tekken.json. Raises ModelFileError for an invalid one."""
+    """Return the tokenizer and the chat format of a tekken.json. Its vocabulary has default_vocab_size tokens: the
+    special ones, and then the first ones of the list vocab.
+
+    Raises ModelFileError without config or vocab; for a pattern of no or too many characters, a version that is not
+    known, sizes that do not fit the list or the limits, too long tokens, and the errors of `_special`, `_ranked` and
+    `_format`.
+    """
     content = parse_object(path, read_text(path.parent, path.name, MAX_TEKKEN_BYTES) or "", dict)
     config, vocabulary = content.get("config"), content.get("vocab")
     if not isinstance(config, dict) or not isinstance(vocabulary, list):

@@ -47,8 +47,9 @@ class SentencePieceModel(NamedTuple):
 def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
     """Return the content of a tokenizer.model file. source: the file's bytes. path: path for errors.
 
-    Raises ModelFileError if the bytes are not such a file, and for a model that is neither unigram nor BPE, or that
-    does not mark where words begin, or marks where they end.
+    Raises ModelFileError if the bytes are not such a file; for pieces that are too many, too long, empty or not
+    distinct, and if none is unknown; and for a model that is neither unigram nor BPE, or that does not mark where words
+    begin, or marks where they end.
     """
     names: list[str] = []
     scores: list[float] = []

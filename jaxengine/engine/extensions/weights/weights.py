@@ -244,7 +244,7 @@ class Weights(Pauses):
             raise
 
     def rouse(self) -> None:
-        """Wake an engine that sleeps automatically; do nothing otherwise."""
+        """Wake an engine that sleeps automatically, with the errors of `wake`; do nothing otherwise."""
         if self.dozes:
             self.wake()
 

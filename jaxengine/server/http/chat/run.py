@@ -176,7 +176,7 @@ class ChatRun:
         """Change `params`, which needs `prompt`, so that the output's grammar and stop strings apply only after the
         reasoning, and add the limit of the reasoning. With stop_in_reasoning stop strings apply to the reasoning too,
         and a grammar that covers a whole forced call applies from the beginning. Does nothing without a reasoning
-        parser.
+        parser. Raises RequestError for a limit that is not allowed.
         """
         if self._reasoning is None:
             return

@@ -96,7 +96,7 @@ class _Text:
     def __init__(self, first: GivenPiece, params: SamplingParams, inputs: InputProcessor, prompt_ids: Sequence[int]):
         """Begin with no text. It ends at the stop string that is the stop_reason of `first` or, unless that ended
         otherwise, at one of params.stop. first: the first piece. prompt_ids: token ids of the prompt, as far as they
-        are known.
+        are known. Raises RequestError without a tokenizer.
         """
         self._params, self._tokenizer = params, inputs.require_tokenizer()
         eos = () if params.ignore_eos else inputs.eos_token_ids()
