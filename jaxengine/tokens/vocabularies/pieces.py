@@ -78,8 +78,9 @@ def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
 
 
 def unigram_pieces(pieces: Pieces) -> Tokenizer:
-    """Return a unigram tokenizer, which splits a text into the pieces with the largest sum of scores. `pieces` must
-    contain an unknown piece.
+    """Return a unigram tokenizer, which splits a text into the pieces with the largest sum of scores. Unknown
+    characters become byte tokens, or the unknown token if there are no byte tokens. Unless a normal piece has a space
+    after its first character, each word is split by itself. `pieces` must contain an unknown piece.
     """
     unknown = pieces.with_types(UNKNOWN)[0]
     has_bytes = bool(pieces.with_types(BYTE))

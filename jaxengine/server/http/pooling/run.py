@@ -295,7 +295,9 @@ class PoolingServer:
                 inputs.prepare({"prompt_token_ids": given, **salt}, params, options=options)
 
         async def run(index: int) -> AsyncGenerator[PooledAnswer, None]:
-            """Yield the output of prompt number `index`."""
+            """Yield the output of prompt number `index`, whose media are loaded once `room` has room for them. Raises
+            the errors of loading and of EngineClient.pool.
+            """
             given = prompts[index]
             async with room.loaded(given) as prompt:
                 whole: Any = {**prompt, **salt}
