@@ -228,7 +228,8 @@ class _Mover:
 
     def copy(self, place: Place, depth: int = 0) -> Any:
         """Return a copy of a schema with its references rewritten, and add their targets to `pending`. A value that is
-        not an object or is deeper than _MAX_DEPTH levels is returned without a copy. Raises UnresolvedError.
+        not an object or is deeper than _MAX_DEPTH levels is returned without a copy. depth: levels above `place`.
+        Raises UnresolvedError.
         """
         schema = place.schema
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:

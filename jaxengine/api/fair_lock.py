@@ -116,8 +116,8 @@ class _Deferred:
         self.number, self.handler, self.is_pending, self.has_raised = number, handler, False, False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember a signal if none is remembered yet, or if it comes while the lock changes hands, which must not be
-        interrupted. Otherwise call the earlier handler and raise its exceptions.
+        """Remember a signal if none is remembered yet, or if it comes while the lock changes hands, as `frame` shows,
+        which must not be interrupted. Otherwise call the earlier handler and raise its exceptions.
         """
         if self.is_pending and (frame is None or frame.f_code not in _CHANGES):
             try:

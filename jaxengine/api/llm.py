@@ -188,10 +188,10 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         The same compiled programs compute them as in `generate`. They are those of temperature 1, without penalties,
         truncation or masks.
 
-        prompts, lora_request: as for `generate`, without images. completions: token ids, one sequence for each prompt;
-        an empty sequence has no log-probabilities. decode: feed the tokens one by one, as decoding does, instead of all
-        at once like a prompt; needs enable_trace_replay. Raises RequestError, also if logprobs_mode asks for logits,
-        ModelFileError for an adapter, and EngineDeadError.
+        prompts, lora_request, use_tqdm: as for `generate`; no images. completions: token ids, one sequence for each
+        prompt; an empty sequence has no log-probabilities. decode: feed the tokens one by one, as decoding does,
+        instead of all at once like a prompt; needs enable_trace_replay. Raises RequestError, also if logprobs_mode asks
+        for logits, ModelFileError for an adapter, and EngineDeadError.
         """
         batch = as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
@@ -212,9 +212,9 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         """Continue each prompt with the sequences that a beam search finds, best first; results come in the order of
         the prompts.
 
-        Each token takes one call of `generate` with all beams of all prompts. lora_request: as for `generate`. Raises
-        RequestError for invalid prompts or params, images, and a beam that is wider than the engine's max_logprobs
-        allows; raises ModelFileError and EngineDeadError.
+        Each token takes one call of `generate` with all beams of all prompts. lora_request, use_tqdm: as for
+        `generate`, with a progress bar for each token. Raises RequestError for invalid prompts or params, images, and a
+        beam that is wider than the engine's max_logprobs allows; raises ModelFileError and EngineDeadError.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)

@@ -89,9 +89,12 @@ class LLMEngine(WeightMethods, VllmMethods):
         """Queue a request and return its id. Its outputs come from `step`, as `params.output_kind` specifies.
 
         Args:
+          request_id: one that no unfinished request has.
+          prompt, params: as for `LLM.generate`, or, for a pooling model, for `LLM.encode`.
           arrival_time: seconds of time.time; None for now.
           lora_request: the adapter to use; it is loaded unless it already is.
           tokenization_kwargs: see jaxengine.requests.tokenization.tokenized.
+          priority: smaller runs first; see `RequestOptions`.
 
         Raises:
           RequestError: the request cannot be served and is not queued; its adapter may have been loaded.

@@ -124,7 +124,7 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
     """Return sending times of `count` requests, in seconds after the start, ascending. The last one is at count / rate.
 
     rate: requests per second; inf sends all at once. burstiness: shape of the gamma distribution of the gaps; 1 is
-    Poisson, smaller values give bursts.
+    Poisson, smaller values give bursts. seed: seed of the random numbers.
     """
     if math.isinf(rate):
         return [0.0] * count

@@ -94,7 +94,8 @@ def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: in
     very long.
 
     vocab_size: upper bound (exclusive) of the random token ids. max_model_len: a prompt and an output have at most half
-    of it each, and at least 4 and 2 tokens. Raises ValueError if it is below 16, or num_prompts below 1.
+    of it each, and at least 4 and 2 tokens. seed: seed of the random numbers. Raises ValueError if max_model_len is
+    below 16, or num_prompts below 1.
 
     Modelled on the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1), with shorter outputs
     for a CPU: medians are 96 prompt and 64 output tokens, averages about 150 and 100.

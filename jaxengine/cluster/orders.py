@@ -41,7 +41,8 @@ class OpenOrders(Orders):
         self._changed = threading.Condition()
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
-        """Send all workers the order `name`; return a function that waits for and returns the answers of all workers.
+        """Send all workers the order `name`, with these arrays and arguments (JSON values); return a function that
+        waits for and returns the answers of all workers.
 
         Answers are in the order in which they arrive. Raises ClusterError if a process is lost; so does the returned
         function, also once the engine is shut down.

@@ -163,6 +163,9 @@ class InklingToolParser(HarmonyToolParser):
         self._out.content(header.text if self._is_kept else "")
 
     def _add(self, text: str) -> None:
+        """Add a piece of a body. Where a call may be, it goes to the reader of the call; what follows the object is
+        content, or part of arguments that are not valid JSON.
+        """
         at = 0
         if self._progress is Progress.MORE:
             at, self._progress = self._call.read(text, 0)

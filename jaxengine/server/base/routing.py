@@ -261,8 +261,9 @@ def prompt_digests(
     """Return the short digests of the first `most` full pages of a prompt, equal to those that replicas publish for the
     same pages.
 
-    page_size: tokens in a page. adapter, weights: digests of the adapter and of the weights with which the pages are
-    computed, as replicas publish them; b"" for no adapter, and for the weights that the engine was started with.
+    page_size: tokens in a page. cache_salt: the request's; None for none. adapter, weights: digests of the adapter and
+    of the weights with which the pages are computed, as replicas publish them; b"" for no adapter, and for the weights
+    that the engine was started with.
     """
     prompt = np.array(token_ids[: most * page_size], np.int32)
     request = Request("", prompt, TokenParams(), 0, cache_salt=cache_salt)

@@ -41,10 +41,11 @@ _DIGEST_BYTES = (64, 1 << 24)
 
 @dataclasses.dataclass(frozen=True)
 class RayConfig:
-    """Options of engines under Ray Serve. Raises ConfigError for a value of another type or out of bounds.
+    """Options of engines under Ray Serve. Raises ConfigError for a value of another type, or outside of
+    _BOUNDS, _DIGEST_BYTES (0 is allowed) or _STRATEGIES.
 
     Attributes:
-      min_replicas: least number of engines.
+      min_replicas: least number of engines, 1 to max_replicas.
       max_replicas: largest number of engines.
       target_ongoing_requests: requests per replica, running and waiting, that Ray aims at; None: max_num_seqs, or 32
         if that is not given.

@@ -115,7 +115,9 @@ class ChoiceWriter:
         return best
 
     def _name(self, token_id: int, position: PositionLogprobs | None) -> str:
-        """Return a token's text, or token_id:N if that is requested or there is no tokenizer."""
+        """Return a token's text, that in `position` if it has one, or token_id:N if that is requested or there is no
+        tokenizer.
+        """
         if not self._as_token_ids and self._tokenizer is not None:
             text = None if position is None else position[token_id].decoded_token
             return self._tokenizer.decode([token_id], skip_special_tokens=False) if text is None else text

@@ -185,7 +185,8 @@ class _Making:
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
         """End the response for the engine's finish reason; return its last events. "stop" becomes status "completed",
-        "length" "incomplete", "abort" "cancelled"; an abort by the timeout, and any other reason, becomes "failed".
+        "length" "incomplete", "abort" "cancelled"; an abort with the stop_reason "timeout", and any other reason,
+        becomes "failed".
         """
         if reason == "stop":
             return self.writer.close("completed", self.usage())
