@@ -41,8 +41,8 @@ _DIGEST_BYTES = (64, 1 << 24)
 
 @dataclasses.dataclass(frozen=True)
 class RayConfig:
-    """Options of engines under Ray Serve. Raises ConfigError for a value of another type, or outside of
-    _BOUNDS, _DIGEST_BYTES (0 is allowed) or _STRATEGIES.
+    """Options of engines under Ray Serve. Raises ConfigError for a value of another type, or outside of _BOUNDS,
+    _DIGEST_BYTES (0 is allowed) or _STRATEGIES.
 
     Attributes:
       min_replicas: least number of engines, 1 to max_replicas.
