@@ -133,7 +133,8 @@ async def ready(server: Server, seconds: float, headers: Sequence[tuple[str, str
     """Return the server with `headers` added, which replace its own of the same names, once it lists its models or
     `seconds` are over; 0 does not wait.
 
-    A server that has not answered in time raises nothing here.
+    It is asked every second, or every tenth of `seconds` if that is less. A server that has not answered in time raises
+    nothing here.
     """
     from jaxengine.bench.serve_client import get_json
 

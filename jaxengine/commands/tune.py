@@ -151,7 +151,9 @@ def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tu
 
 
 def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
-    """Return the source of a Python module that defines TABLE. table: entries, as `merged` returns them, by chip."""
+    """Return the source of a Python module that defines TABLE, chips sorted by name. table: entries, as `merged`
+    returns them, by chip.
+    """
     lines = []
     for chip in sorted(table):
         rows = [f"        ({', '.join(map(_literal, entry))}),\n" for entry in table[chip]]

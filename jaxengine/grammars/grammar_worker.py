@@ -263,8 +263,9 @@ class GrammarWorker:
     def _pump(self) -> None:
         """Handle the process's messages and send pending ones, without waiting. Do nothing if there is no process.
 
-        A process that has ended, or that takes too long to compile a grammar or to compute a mask, is replaced. One
-        that takes too long to start is killed without replacement, and all sequences fail.
+        A process that has ended, or that takes too long to compile a grammar or to compute a mask, is replaced; the
+        reason for its end is logged if it is known. One that takes too long to start is killed without replacement, and
+        all sequences fail.
         """
         if self._process is None:
             return
@@ -337,7 +338,7 @@ class GrammarWorker:
 
         If this is the second time that a process has ended while it worked on a sequence, that sequence fails. All
         sequences fail if _MAX_STARTS processes in succession end before they are ready, or if the tokenizer cannot be
-        used.
+        used. An end before the process was ready is logged otherwise.
         """
         if not self._is_ready:
             self._num_lost_starts += 1

@@ -215,8 +215,8 @@ class GrammarTrials:
         """End a trial whose process has ended by itself (reason None), or is to be killed for `reason`, and decide
         about its grammar.
 
-        The grammar is refused for the reason, or if a process has ended at it for the second time; otherwise it is
-        tried again. If the process has never been ready, the verdict is that the grammar can be used.
+        The grammar is refused for the reason, or if a process has ended at it for the second time, which is logged;
+        otherwise it is tried again. If the process has never been ready, the verdict is that the grammar can be used.
         """
         self._end(trial)
         candidate = trial.candidate

@@ -131,7 +131,8 @@ class PromptEncoder:
         return await self._workers.run(lambda: [tokenizer.beginning(text[:most], count) for text in texts])
 
     async def strings(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return Tokenizer.convert_ids_to_tokens of the ids, of which a body may make millions, computed on a thread.
+        """Return Tokenizer.convert_ids_to_tokens of the ids (None for those outside the vocabulary), computed on a
+        thread, as a body may have millions of them.
         Raises RequestError without a tokenizer, OverloadedError if too many calls wait for a thread.
         """
         return await self._workers.run(self._inputs.require_tokenizer().convert_ids_to_tokens, token_ids)

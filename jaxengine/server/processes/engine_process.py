@@ -402,7 +402,7 @@ def main(child: Child) -> None:
     """Load the engine and its adapters, serve, and end the process; never returns.
 
     The exit status is 2 for an unusable option or model, whose error is printed as a command's is; 1 if the engine
-    fails later; 0 after the order to stop.
+    fails later, which is logged; 0 after the order to stop.
     """
     child.end_with_parent()
     try:

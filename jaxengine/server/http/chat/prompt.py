@@ -64,7 +64,7 @@ class ChatRenderer:
 
     async def places(self, body: ChatRequest, prompt: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Return PromptEncoder.places of the tokens in the text of `prompt`, the result of the method `prompt` for this
-        request. Raises OverloadedError if too many texts wait.
+        request; None where that returns None. Raises OverloadedError if too many texts wait.
         """
         text, ids, special = prompt["prompt"], prompt["prompt_token_ids"], bool(body.add_special_tokens)
         return await self._encoder.places(text, ids, body.truncation_side, add_special_tokens=special)

@@ -133,8 +133,8 @@ def ignored_keys(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _read_change(block: dict[str, Any], where: str) -> tuple[str, MessagesTool | None]:
-    """Return the name of the tool that a block adds or removes, and the tool if the block defines it. where: path of
-    the block, for errors. Raises RequestError for another form.
+    """Return the name of the tool that a block adds or removes, and the tool if the block defines it, else None. Only
+    additions may define one. where: path of the block, for errors. Raises RequestError for another form.
     """
     tool = block.get("tool")
     kind = tool.get("type") if isinstance(tool, dict) else None
