@@ -88,8 +88,9 @@ class _Metadata:
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     """Return the tokenizer of a GGUF file, including its special tokens and the BOS and EOS that the file requests.
 
-    values: the file's metadata by key. path: path of the file, for errors. Raises ModelFileError for metadata that is
-    incomplete, contradictory, or names an unknown model or pre-tokenizer.
+    values: the file's metadata by key. path: path of the file, for errors. A token without a name gets the name
+    [EMPTY_ID], and without types all tokens are normal. Raises ModelFileError for metadata that is incomplete,
+    contradictory, or names an unknown model or pre-tokenizer.
     """
     metadata = _Metadata(values, path)
     tokens = metadata.texts("tokens")

@@ -117,8 +117,9 @@ class _Text:
         )
 
     def output(self, piece: GivenPiece) -> CompletionOutput:
-        """Return the next piece as an output with its new text. Raises RequestError for log-probabilities that do not
-        belong to its tokens.
+        """Return the next piece as an output with its new text. Stop strings are not looked for in the first min_tokens
+        tokens; one that is found becomes the stop_reason of an output that ended with "stop" and has none. Raises
+        RequestError for log-probabilities that do not belong to its tokens.
         """
         ids = list(piece.token_ids or ())
         shown = ids[:-1] if self._ends_hidden(piece) else ids
