@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.processes import command
+from jaxengine.check.devices import chips
 
 AOT_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # no metadata server
@@ -161,7 +161,7 @@ def compile_bare(build: str, topology: str, arguments: dict) -> None:
 
     build: "module:function". topology: e.g. "v6e:1x1". arguments: keyword arguments of the function.
     """
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    device = chips(topology)[0]
     mesh = Mesh(np.array([device]), ("chip",))
     module, function = build.split(":")
     here = NamedSharding(mesh, PartitionSpec())

@@ -19,7 +19,7 @@ def target_devices(target: Target) -> list[Any]:
     if target.backend == "cpu":
         devices = jax.devices("cpu")
     elif target.backend == "tpu":
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
+        devices = chips(target.topology)
     else:
         devices = topologies.get_topology_desc(
             platform="cuda",
@@ -28,3 +28,12 @@ def target_devices(target: Target) -> list[Any]:
             target_config=gpu_target_config(target),
         ).devices
     return list(devices[: target.num_devices])
+
+
+def chips(topology: str) -> list[Any]:
+    """Return the virtual devices of a topology of TPUs, as libtpu calls it, such as "v6e:1x1". Raises errors of jax if
+    libtpu is missing or does not know it.
+    """
+    # libtpu 0.0.42, which jax 0.10.2 brings, takes a host for one of four chips unless it is told.
+    host = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **host).devices)

@@ -12,6 +12,7 @@ import pytest
 from jaxengine.check import baseline, report
 from jaxengine.check.compile import Compiler
 from jaxengine.check.compiled import cycles
+from jaxengine.check.devices import target_devices, topologies
 from jaxengine.check.inspect import device_bytes, mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures, overfull
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
@@ -266,3 +267,25 @@ def test_device_memory_of_a_tpu_program(tmp_path):
     report += "Memory Space: vmem (color=1)\nTotal bytes: 133366272 (127.19MiB)\n"
     (tmp_path / "module_0018.jit_forward.after_optimizations-memory-usage-report.txt").write_text(report)
     assert device_bytes(tmp_path) == 1268643936
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "host"),
+    [
+        ("v6e", "v6e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
+        ("v5e", "v5e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
+        ("v6e-4", "v6e:2x2", {}),
+        ("v5p", "v5p:2x2x1", {}),
+    ],
+)
+def test_one_chip_is_alone_on_its_host(monkeypatch, name, topology, host):
+    """libtpu 0.0.42 refuses it otherwise: the topology does not fill a host of four."""
+    asked: list[dict[str, Any]] = []
+
+    def describe(**kwargs):
+        asked.append(kwargs)
+        return SimpleNamespace(devices=list(range(8)))
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    assert target_devices(find_target(name)) == list(range(find_target(name).num_devices))
+    assert asked == [{"platform": "tpu", "topology_name": topology, **host}]
