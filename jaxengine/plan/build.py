@@ -65,7 +65,6 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
     from jaxengine.plan.model import open_planned
     from jaxengine.plan.plan import Split, plan_split, platform_for
     from jaxengine.runner.executables.bundle import NewBundle
-    from jaxengine.runner.executables.cache import compiling_ahead, num_compile_threads
     from jaxengine.runner.start.bundles import about, refuse_unknown_code
     from jaxengine.runner.start.open import ProgressBar
     from jaxengine.runner.warm_up import warm_up
@@ -93,11 +92,8 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
         if plan.memory is None:
             assert plan.error is not None
             raise plan.error
-        caches = [cache for stage in compiler.stages for cache in stage.caches]
-        with (
-            ProgressBar("Compiling steps", "step", not config.disable_log_stats) as bar,
-            compiling_ahead(caches, num_compile_threads(devices[0].platform)) as ahead,
-        ):
+        shown = not config.disable_log_stats
+        with ProgressBar("Compiling steps", "step", shown) as bar, compiler.compiling_ahead() as ahead:
             warm_up(compiler.stages, plan.num_pages, bar.update, ahead=ahead)
         for stage in compiler.stages:
             stage.allocate()
@@ -137,7 +133,15 @@ class _Stages:
         from jaxengine.runner.start.devices import shape_runner
 
         self.stages = [shape_runner(stage, config, self._bundle) for stage in stages]
-        return memory_needs(self.stages, config)
+        with self.compiling_ahead():
+            return memory_needs(self.stages, config)
+
+    def compiling_ahead(self) -> contextlib.AbstractContextManager[int]:
+        """Return the context in which programs of `stages` compile on threads (executables.cache.compiling_ahead)."""
+        from jaxengine.runner.executables.cache import compiling_ahead, num_compile_threads
+
+        caches = [cache for stage in self.stages for cache in stage.caches]
+        return compiling_ahead(caches, num_compile_threads(self._devices[0].platform))
 
 
 def _split(chips: Chips, options: Mapping[str, Any]) -> dict[str, Any]:
