@@ -320,7 +320,8 @@ class Scheduler:
             rank.weights_digest = digest
 
     def expire(self, now: float) -> list[Request]:
-        """End the requests whose deadline is before `now`, as aborted with stop_reason "timeout", and return them.
+        """End the requests whose deadline is before `now`, as aborted with stop_reason "timeout", and return them, the
+        earliest deadline first.
         `schedule` calls this too. now: seconds of the engine's clock.
         """
         expired = []

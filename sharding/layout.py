@@ -112,7 +112,9 @@ class MeshLayout:
         return 1 if axis is None else math.prod(getattr(self, name) for name in RULES[axis])
 
     def part_of(self, shape: Sequence[int], axes: Sequence[str | None]) -> list[int]:
-        """Return the shape of a device's part of an array with these logical axes."""
+        """Return the shape of a device's part of an array with these logical axes, one for each axis; sizes are rounded
+        down. Raises ValueError for another number of axes, KeyError for an axis that RULES lacks.
+        """
         return [size // self.num_shards(axis) for size, axis in zip(shape, axes, strict=True)]
 
     def ranks_sharing(self, axis: str) -> int:

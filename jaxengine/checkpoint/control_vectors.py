@@ -27,7 +27,7 @@ def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     under "residual:(N+1)".
 
     Raises ModelFileError for a file that cannot be read or is not a GGUF file, one with other tensors than direction.N,
-    N from 1 on, one without directions, and vectors that are not finite or differ in length.
+    N from 1 on, one without directions, and vectors that have several axes, are not finite or differ in length.
     """
     name = os.fspath(path)
     try:

@@ -465,8 +465,9 @@ def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, A
     """Return default sampling parameters by name, from the options generation_config and override_generation_config.
 
     path: the model's folder; None for a GGUF file, which has no generation_config.json ("auto" then gives
-    GENERATION_DEFAULTS for the default model, and none for others). generation_config "vllm" reads no file. Values of
-    None are left out. max_new_tokens becomes max_tokens. Values are checked when they are used. Raises ConfigError for
+    GENERATION_DEFAULTS for the default model, and none for others). generation_config "vllm" reads no file. Fields of a
+    file other than GENERATION_FIELDS are ignored, and values of None are left out, also one that overrides a file's.
+    max_new_tokens becomes max_tokens. Values are checked when they are used. Raises ConfigError for
     a named folder without the file or an unknown name to override, ModelFileError for an invalid file.
     """
     content: dict[str, Any] = {}

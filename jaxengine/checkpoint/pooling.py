@@ -256,9 +256,11 @@ def pooling_of_gguf(
 def _gguf_reranker(
     fields: ConfigFields, architecture: str, stored: Collection[str], chosen: PoolerConfig
 ) -> PoolingModel:
-    """Return how a reranker or classifier of a GGUF file pools. Files of Qwen3's have the rows of the LM head for yes
-    and no. fields: those of the architecture. Raises ModelConfigError for an architecture whose rerankers are not read,
-    for a file without their modules, and for wrong labels.
+    """Return how a reranker or classifier of a GGUF file pools: as `chosen` says, else as ModernBERT's
+    classifier.pooling_type does (1 mean, the default, or 2 first token), else as usual for its architecture. Labels are
+    those of classifier.output_labels, one without a name if there are none; Qwen3's files, which have the rows of the
+    LM head for yes and no, have one in any case. fields: those of the architecture. Raises ModelConfigError for an
+    architecture whose rerankers are not read, for a file without their modules, and for a wrong type or labels.
     """
     if architecture not in _GGUF_RERANKERS:
         known = ", ".join(_GGUF_RERANKERS)
@@ -285,8 +287,9 @@ def _gguf_reranker(
 
 
 def _gguf_dense(fields: ConfigFields, stored: Collection[str]) -> tuple[Dense, ...]:
-    """Return the Dense modules of an embedder's GGUF file, which has neither their biases nor their activations. Raises
-    ModelConfigError for sizes that do not follow from each other, and for the second module without the first.
+    """Return the Dense modules of an embedder's GGUF file, dense_2 and dense_3 as far as it stores them, without biases
+    and activations; () for none. Their sizes are the fields embedding_length, dense_N_feat_in and dense_N_feat_out.
+    Raises ModelConfigError for sizes that do not follow from each other or are absent, and for dense_3 alone.
     """
     names = [name for name in ("dense_2", "dense_3") if name in stored]
     if names == ["dense_3"]:
@@ -396,10 +399,12 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
     """Return how many labels are scored, and which tokens' logits stand for them if the model has no head for labels.
     Without num_labels, id2label and tokens there are two labels.
 
-    With the method TWO_WAY there are exactly two tokens, the one for "no" first, and one label is scored: the
+    num_labels takes precedence over id2label. classifier_from_token lists 1 to MAX_LABELS tokens, as texts or ids; it
+    needs a `method`, TWO_WAY or PLAIN, which is TWO_WAY by default if is_original_qwen3_reranker is set.
+    With TWO_WAY there are exactly two tokens, the one for "no" first, and one label is scored: the
     difference of their logits. fields: content of config.json. token_id: maps a token of the vocabulary to its id, and
-    any other text to None. Raises ModelConfigError for invalid fields, and for tokens that the vocabulary does not
-    have.
+    any other text to None. Raises ModelConfigError for invalid fields, and for texts that the vocabulary does not
+    have; ids are not checked.
     """
     tokens = fields.value("classifier_from_token", None)
     if tokens is None:
@@ -423,7 +428,8 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
 
 def _read_activation(fields: ConfigFields, num_labels: int) -> str:
-    """Return the activation of the scores: the one that sentence-transformers' fields name, else that of problem_type
+    """Return the activation of the scores: the torch class that sentence_transformers.activation_fn or, without it,
+    sbert_ce_default_activation_function names (sigmoid, identity or softmax), else that of problem_type
     (identity for regression, sigmoid for several labels at once), else sigmoid for one label and softmax for several.
 
     fields: content of config.json. Raises ModelConfigError for an unknown activation or problem_type.
@@ -457,7 +463,8 @@ def _labels(fields: ConfigFields) -> dict[int, str]:
 
 
 def _read_matryoshka(fields: ConfigFields) -> tuple[int, ...] | None:
-    """Return the sizes to which embeddings may be truncated; () for any size, None if they may not be. Raises
+    """Return the sizes to which embeddings may be truncated, those of matryoshka_dimensions as listed; without it ()
+    for any size if is_matryoshka is set, else None, they may not be. Raises
     ModelConfigError for sizes that are not integers from 1 to MAX_HIDDEN.
     """
     sizes, any_size = fields.value("matryoshka_dimensions", None), fields.boolean("is_matryoshka", False)

@@ -57,7 +57,8 @@ _EARLIER_MODES = {
 
 
 def read_sentence_model(folder: Path) -> SentenceModel | None:
-    """Return the content of a model folder's sentence-transformers files; None if it has no modules.json.
+    """Return the content of a model folder's sentence-transformers files; None if it has no modules.json. Of several
+    modules Pooling the last counts.
 
     Raises ModelFileError for files that are invalid, modules that are not supported or out of order, and prompts of
     a model that does not pool them (include_prompt).
@@ -116,8 +117,8 @@ def _has_processor(folder: Path) -> bool:
 
 
 def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return config.json with the settings of a CrossEncoder's files added under config.json's names; None for another
-    folder.
+    """Return config.json with the settings of a CrossEncoder's files added under config.json's names; None for a folder
+    without modules.json, or whose config_sentence_transformers.json has another model_type.
 
     They are the activation of the scores and, for a decoder, the tokens whose logits are the score. raw: the
     config.json, which is not changed; its own fields about tokens take precedence. Raises ModelFileError for invalid
@@ -160,7 +161,7 @@ def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
 
 def _read_modules(folder: Path) -> list[tuple[str, str, bool]] | None:
     """Return (class name, path, whether it is of PyLate, which embeds tokens) of each module in modules.json, in order;
-    None without the file.
+    None without the file. The name has no package, and at most 100 characters; a path is "" if absent.
 
     Raises ModelFileError for an invalid file, or other than 1 to 100 modules.
     """
@@ -180,7 +181,9 @@ def _read_modules(folder: Path) -> list[tuple[str, str, bool]] | None:
 
 
 def _read_splade(folder: Path, path: str) -> Splade:
-    """Return the settings of a SpladePooling module. num_tokens is 0, because the module does not state it.
+    """Return the settings of a SpladePooling module: pooling_strategy, "max" (by default) or "sum", and how many
+    logarithms its activation_function has, 1 for "relu" (by default) and 2 for "log1p_relu". num_tokens is 0, because
+    the module does not state it.
 
     path: path of the module's folder within `folder`. Raises ModelFileError for settings that are not supported.
     """
@@ -246,7 +249,8 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """Return (texts that are prepended to inputs, by name; name of the default one, None without one).
 
     They are in the folder's config_sentence_transformers.json, which may be absent: ({}, None). PyLate's query_prefix
-    and document_prefix are the texts named QUERY and DOCUMENT. Raises ModelFileError for an invalid file.
+    and document_prefix, unless empty, replace the texts named QUERY and DOCUMENT. Raises ModelFileError for an invalid
+    file, too many or too long texts, and a default_prompt_name that is none of the names.
     """
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
     prompts, default = raw.get("prompts"), raw.get("default_prompt_name")
@@ -295,10 +299,10 @@ def _read_transformer(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _read_input(folder: Path) -> tuple[int | None, bool]:
-    """Return (limit of the input in tokens, None without one; whether texts are lower-cased).
+    """Return (max_seq_length, the limit of the input in tokens, None without one; do_lower_case, False if absent).
 
-    Without a limit in the module's file the tokenizer's counts, as in sentence-transformers. Raises ModelFileError for
-    values of other types.
+    Without a limit in the module's file the tokenizer's model_max_length counts, as in sentence-transformers, if it is
+    an integer >= 1. Raises ModelFileError for a max_seq_length or do_lower_case of another type, or below 1.
     """
     file, raw = _read_transformer(folder)
     longest, lower = raw.get("max_seq_length"), raw.get("do_lower_case")

@@ -78,11 +78,12 @@ def needs_of(steps: Sequence[StepTime]) -> Needs:
 def choose(
     steps: Sequence[StepTime], costs: Costs | None, max_num_seqs: int, max_num_batched_tokens: int, within: float
 ) -> Shapes:
-    """Return the fewest shapes that lose at most `within` (a share) of the seconds that these steps need at least. If
-    no choice with up to MOST_CHOSEN sizes of each kind satisfies that, return the shapes that lose least.
+    """Return the fewest shapes that lose at most `within` (a share) of the seconds that these steps need at least; of
+    equally many, those that lose least. If no choice with up to MOST_CHOSEN sizes of each kind satisfies that, return
+    the shapes that lose least.
 
     costs: seconds of steps; None counts one second for each token, so that the loss is padding. max_num_seqs,
-    max_num_batched_tokens: the largest sizes, which the result leaves out.
+    max_num_batched_tokens: the largest sizes, which the result leaves out, as it does a mixed size of 1.
     """
     needs, nothing, one_token = needs_of(steps), np.empty(0), np.ones(1, int)
     longest = np.array([step.longest for step in steps if step.bucket.decode_only] or [1]).mean(keepdims=True)

@@ -169,7 +169,7 @@ class _Replica:
             self.changes.append((short_digest(digest), True))
 
     def dropped(self, digest: bytes) -> None:
-        """Append a change: the pool no longer caches the page with this digest."""
+        """Append a change: the pool no longer caches the page with this digest. A longer key is ignored."""
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:

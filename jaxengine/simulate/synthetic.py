@@ -57,8 +57,10 @@ def synthetic(
     """Return a synthetic trace of the given kind, a key of KINDS, with `num_requests` requests that arrive at random at
     `rate` per second. With rate inf all arrive at once. Each turn of a conversation is a request.
 
-    max_model_len: prompt and output are each cut to half of it; a conversation ends before it reaches so many tokens.
-    scale: factor of all lengths. seed: equal seeds give equal traces. Raises ConfigError for an unknown kind, for a
+    max_model_len: a prompt, its shared prefix included, and an output are each cut to half of it; those of a
+    conversation are not, which ends before it reaches so many tokens. Lengths are at least 1.
+    scale: factor of all lengths; shared prefixes are then rounded down to whole blocks. seed: equal seeds give equal
+    traces. Raises ConfigError for an unknown kind, for a
     max_model_len without room for a shared prefix or a turn of a conversation, and for conversations at a rate of more
     than 10,000.
     """

@@ -219,8 +219,9 @@ def _own(value: dict[str, Any], block: int) -> TraceRequest:
 
 
 def _mooncake(value: dict[str, Any], block: int) -> TraceRequest:
-    """Return the request in a line of Mooncake's format, whose times are milliseconds. An output of no tokens counts as
-    one token. block: tokens of a block. Raises _LineError for an invalid value and for too many hash ids.
+    """Return the request in a line of Mooncake's format: timestamp in milliseconds, input_length, output_length, of
+    which 0 counts as one token, and hash_ids (optional), of the prompt only. block: tokens of a block. Raises
+    _LineError for an invalid value and for too many hash ids.
     """
     request = TraceRequest(
         _number(value, "timestamp", 1e3 * MOST_SECONDS) / 1e3,  # milliseconds

@@ -43,7 +43,7 @@ class OverloadedError(RequestError):
 
 
 def prompt_length_error(param: str, length: int, most: int, max_model_len: int, unit: str = "tokens") -> RequestError:
-    """Return the error for a prompt that is empty or longer than `most`.
+    """Return the error for a prompt that is empty or longer than `most`; its value is `length`.
 
     param: the prompt's field. length: length of the prompt in `unit`, "tokens" or, if it was not tokenised,
     "characters". max_model_len: the engine's limit in tokens, for the message. LiteLLM and Claude Code search the

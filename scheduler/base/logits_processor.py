@@ -81,7 +81,7 @@ class Column:
 
     def word(self, value: float | int | bool) -> int:
         """Return the 32 bits of a value as an int32: those of a float32 if the default is a float, else those of an
-        int32.
+        int32. Raises OverflowError or struct.error for a value that does not fit.
         """
         return struct.unpack("<i", struct.pack("<f" if isinstance(self.default, float) else "<i", value))[0]
 
@@ -142,8 +142,9 @@ class LogitsProcessor:
 def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
     """Return one sentence on the first fault of an engine's processors, or None if there is none.
 
-    Faults: too many processors, no columns, no `process`, a column whose name is used twice or not allowed, or a
-    default that is not a finite number or a bool.
+    Faults: more than MAX_PROCESSORS processors, `columns` that is no dict or empty, no `process`, a column name that is
+    not lower case letters, digits and _ (a letter first) or is used twice, also by two processors, an entry that is no
+    Column, or a default that is not a finite number or a bool. Limits and `values` are not checked.
     """
     if len(processors) > MAX_PROCESSORS:
         return f"{len(processors)} processors; at most {MAX_PROCESSORS} are allowed"

@@ -44,8 +44,8 @@ class Buckets:
       mixed_sizes: numbers of tokens for steps with prefill; the larger of max_num_batched_tokens and max_num_seqs + 1
         is added, and 1 is left out. There are none if max_num_batched_tokens is 1. Every mixed bucket has room for
         min(T - 1, max_num_seqs) sequences.
-      widths: numbers of tokens other than 1 that decodes may have in steps without prefill; each for at most
-        `most_wide` sequences.
+      widths: numbers of tokens other than 1 that decodes may have in steps without prefill; each for `most_wide`
+        sequences and every smaller decode size, and left out if not even one sequence may have it.
       sections: names of message sections; each mixed bucket also exists with all of them.
 
     Raises ValueError for a size beyond its limit or below 1.

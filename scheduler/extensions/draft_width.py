@@ -70,7 +70,9 @@ class DraftWidth:
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
-        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Each width is
+        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Widths for which
+        there are too many rows are left out and, without proposed drafts, those wider than the longest run needs; if
+        only 1 is left, it is returned and nothing is counted. Each width is
         tried TRIALS times, the widest first; then the one with the most expected tokens per second is taken, except in
         `_retried` steps. Counts trials, so it must be called once for each step.
 
@@ -135,7 +137,7 @@ class DraftWidth:
         Args:
           width: width of the step; with 1, `accepted` is not used.
           accepted: i64 [n], number of accepted drafts of each row with proposed drafts.
-          seconds: duration of the step; None if unknown.
+          seconds: duration of the step, of which at most four times the average so far counts; None if unknown.
         """
         if width > 1:
             place = np.arange(width - 1)

@@ -147,8 +147,8 @@ class RankEvents(RankExtension):
 
     def _stored(self, request: Request, token_ids: Any, group: int, first: int, end: int) -> Stored:
         """Return the Stored event of a request's pages in columns [first, end) of a group. Each page's extra keys are
-        the adapter, the digest of its media, in column 0 the cache salt, and the digest of steering, as far as there
-        are any; None without any. token_ids: i32 [n], the request's tokens.
+        the adapter's name, its media marks in hex, in column 0 the cache salt, and the steering vectors' digest in hex,
+        as far as there are any; None without any. token_ids: i32 [n], the request's tokens.
         """
         size, digests = self._tables.page_size, request.page_hashes
         marks = {} if request.media is None else request.media.marks(size)
