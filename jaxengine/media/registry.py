@@ -116,8 +116,8 @@ PROCESSORS = {
 
 
 def processor_class(architecture: str) -> Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]:
-    """Return what makes the processor of an architecture, with the arguments of `processor_for`. Raises KeyError for an
-    architecture without a row.
+    """Return what makes the processor of an architecture, with the arguments of `processor_for`. A part in brackets at
+    the end of its name does not count. Raises KeyError for an architecture without a row.
     """
     module, _, name = PROCESSORS[architecture.partition("[")[0]].partition(":")
     return getattr(import_module(f"jaxengine.media.processors.{module}"), name)

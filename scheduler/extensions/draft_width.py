@@ -70,9 +70,9 @@ class DraftWidth:
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
-        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Widths for which
-        there are too many rows are left out and, without proposed drafts, those wider than the longest run needs; if
-        only 1 is left, it is returned and nothing is counted. Each width is
+        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Widths that
+        allow fewer rows are left out and, without proposed drafts, those wider than the longest run needs; if only 1 is
+        left, it is returned and nothing is counted. Each width is
         tried TRIALS times, the widest first; then the one with the most expected tokens per second is taken, except in
         `_retried` steps. Counts trials, so it must be called once for each step.
 

@@ -36,11 +36,11 @@ class Video:
 
 
 def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]) -> np.ndarray:
-    """Return frame indices, int64 [N], evenly spaced from the first to the last of `total` frames, as in vLLM's
-    VideoBackend.
+    """Return frame indices, int64 [N], evenly spaced from the first to the last of `total` frames and rounded down, as
+    in vLLM's VideoBackend.
 
     seconds: duration of all frames; None if unknown, in which case fps is ignored. sampling: limits (num_frames, fps),
-    -1 for none. N is at least 1 and at most `total`.
+    -1 for none. N, at least 1, is the least of `total`, num_frames and seconds * fps rounded down.
     """
     num_frames, fps = sampling
     count = total if num_frames < 0 else min(total, num_frames)

@@ -174,7 +174,8 @@ def to_rgb(
     background: tuple[int, int, int],
     orientation: Callable[[Image.Image], Any] = lambda image: orientation_in(image.info),
 ) -> np.ndarray:
-    """Decode an image to uint8 [H, W, 3] and rotate it upright; transparent pixels are blended with `background`.
+    """Decode an image to uint8 [H, W, 3] and rotate it upright; transparent pixels are blended with `background`, and
+    16-bit grey keeps its upper 8 bits.
 
     background: RGB. orientation: returns the EXIF orientation of the decoded image, by default from the metadata of its
     file. Raises MediaError for damage, and for pixels that are neither colours nor grey.
@@ -240,8 +241,8 @@ def _check_entries(data: bytes) -> None:
 
 
 def _check_tiff(image: Any, options: MediaOptions) -> None:
-    """Raise MediaError for an opened TIFF whose compression is not allowed, or with a tile of more than
-    options.max_image_pixels pixels, or with tiles of more than twice as many altogether.
+    """Raise MediaError for an opened TIFF whose compression is not allowed, whose sizes are no integers >= 1, with a
+    tile of more than options.max_image_pixels pixels, or with tiles of more than twice as many altogether.
     """
     compression = image.info.get("compression")
     if compression not in _COMPRESSIONS:

@@ -84,8 +84,8 @@ def _decode(data: bytes, budget: SecondsBudget, model_rate: int) -> Sound:
 
 
 def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
-    """Return (samples f32[N], rate) of a WAV file, and take its seconds from the budget. A data chunk that is cut short
-    is read as far as it goes.
+    """Return (samples f32[N], rate) of a WAV file, and take its seconds from the budget. Only its first data chunk is
+    read; one that is cut short, as far as it goes.
 
     Raises MediaError for a damaged header, a format that is not supported, no samples, and more seconds than the budget
     has.

@@ -29,7 +29,8 @@ def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Vid
     """Decode frames of an MP4 or WebM file, upright, sampled by options.video_sampling.
 
     data: bytes of a type in file_types.VIDEOS. budget: the pixels of the sampled frames are taken from it. Raises
-    MediaError without PyAV, for damage, for frames that are too large or too many, and after MAX_SECONDS.
+    MediaError without PyAV, for damage, a codec that is not in _CODECS, no video in it, frames that are too large or
+    too many, and after MAX_SECONDS.
     """
     name = video_type(data) or MP4
     try:

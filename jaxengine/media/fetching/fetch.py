@@ -102,7 +102,8 @@ def read_data(url: str, limit: int) -> bytes:
 
 def read_frames(url: str, limit: int) -> tuple[list[bytes], dict[str, float]] | None:
     """Return the frames of a data URL of type video/jpeg, base64 with commas between JPEGs, for `read_video`: one a
-    second, as in vLLM. None for another address. Raises MediaError for too many frames, and the errors of `read_data`.
+    second, as in vLLM. None for another address. Raises MediaError for too many frames, for more than `limit` bytes of
+    all together, and the errors of `read_data`.
     """
     if (head := _FRAMES.match(url)) is None:
         return None

@@ -35,8 +35,8 @@ def picture_end(data: bytes) -> int:
 
 
 def trimmed_url(url: str) -> str:
-    """Return a data URL of the same image without white space and without bytes after the image's end; `url` itself if
-    it has neither.
+    """Return a data URL of the same image, in base64 and with the type of its bytes, without white space and without
+    bytes after the image's end; `url` itself if it has neither.
 
     Other addresses, and data that are not an image, are returned unchanged.
     """

@@ -49,7 +49,8 @@ def proxy_of(scheme: str, host: str, port: int, options: MediaOptions, until: fl
     """Return the proxy through which a host is reached by http or https (`scheme`), looked up; None without a proxy.
 
     It is options.media_proxy, "" for none; with PROXY_OF_ENVIRONMENT that of HTTP_PROXY or HTTPS_PROXY, or else
-    ALL_PROXY, in either case of letters, unless NO_PROXY lists the host. until: deadline in time.monotonic seconds.
+    ALL_PROXY, in either case of letters, unless NO_PROXY lists the host. "http://" may be absent, the port is 80 by
+    default, and a user and password before the host become the credentials. until: deadline in time.monotonic seconds.
     Raises MediaError for an unknown host and for an option or variable that is not http://HOST:PORT, TimeoutError after
     the deadline.
     """

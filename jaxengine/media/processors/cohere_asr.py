@@ -63,8 +63,10 @@ class CohereAsrProcessor(PieceProcessor):
         self.settings = f"{type(self).__name__} {self.num_frames} {sorted(features.raw.items(), key=str)}"
 
     def _read(self, features: ConfigFields) -> None:
-        """Set most, search, window, preemphasis and dither from the settings of spectrograms. Raises ModelConfigError
-        for a value that is not allowed.
+        """Set the attributes from the settings of spectrograms: `most` from max_audio_clip_s (35 seconds by default, at
+        most the tower's length), `search` from overlap_chunk_second (5 by default, at most half of that), `window` from
+        min_energy_window_samples, and preemphasis and dither, each from 0 to 1. Raises ModelConfigError for a value
+        that is not allowed.
         """
 
         def number(name: str, default: float, most: float) -> float:

@@ -60,8 +60,9 @@ class Cohere2VisionProcessor(TilesProcessor):
     defaults = {**TilesProcessor.defaults, "size": {"height": 512, "width": 512}}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings, and tokenize the start, line break and end texts. Raises ModelConfigError or
-        ModelFileError for missing or invalid settings.
+        """Read the checkpoint's settings, and tokenize the start, line break and end texts: boi_token,
+        img_line_break_token and eoi_token of tokenizer_config.json. Raises ModelConfigError or ModelFileError for
+        missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         texts = token_texts(folder, boi_token=_START, img_line_break_token=_BREAK, eoi_token=_END)

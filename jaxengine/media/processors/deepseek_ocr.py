@@ -19,8 +19,8 @@ class DeepseekOcrProcessor(DeepseekOcr2Processor):
     defaults = {**DeepseekOcr2Processor.defaults, "tile_size": 640}
 
     def read_tile_size(self, fields: ConfigFields) -> None:
-        """Read and set the side of tiles. Raises ModelConfigError unless it is a multiple of the pixels of a row, and
-        at most the tower's size.
+        """Read and set the side of tiles, `tile_size`. Raises ModelConfigError unless it is a multiple of the pixels of
+        a row, and at most the tower's size.
         """
         size, ahead = fields.integer("tile_size"), self.ahead * self.patch
         if size % ahead or size > self.side:

@@ -39,7 +39,8 @@ class DeepseekOcr2Processor(TilesProcessor):
     colour: list[int]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles, whether there are any (crop_to_patches), and the colour of margins.
+        """Read and set the limits of tiles, whether there are any (crop_to_patches), and the colour of margins
+        (background_color, by default a grey of 127).
 
         Raises ModelConfigError for limits out of range, sizes other than the tower's, and a colour that is not three
         bytes.

@@ -34,9 +34,9 @@ class DeepseekVLProcessor(UnitProcessor):
     colour: list[int]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the least side and the colour, image_mean even if images are not normalised by it. Raises
-        ModelConfigError for a square other than the tower's, a least side above it, a mean that is no colour, and
-        unless do_pad is true or absent.
+        """Read and set the least side, min_size, and the colour, image_mean times 255 rounded down, even if images are
+        not normalised by it. Raises ModelConfigError for a square other than the tower's, a least side above it, a mean
+        that is no colour, and unless do_pad is true or absent.
         """
         if not switch(fields, "do_pad"):
             raise fields.fail("do_pad", "true or absent")

@@ -61,9 +61,10 @@ class DeepseekVL2Processor(UnitProcessor):
         return {"image_mean": half, "image_std": half, "do_normalize": fields.boolean("normalize", True)}
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the sizes of images and the colour of margins. Raises ModelConfigError for sizes that are not
-        multiples of the tower's image_size or have more than _MAX_TILES tiles, and for patches and squares other than
-        the tower's.
+        """Read and set the sizes of images, candidate_resolutions as [width, height] of the settings, else of
+        config.json, by default one square, and the colour of margins, image_mean times 255. Raises ModelConfigError for
+        sizes that are not multiples of the tower's image_size or have more than _MAX_TILES tiles, and for a patch_size
+        or downsample_ratio other than the tower's.
         """
         fields.require(patch_size=self.patch, downsample_ratio=self.tower.factor)
         listed = fields.value(_SIZES, self.config_fields.value(_SIZES, [[self.side, self.side]]))

@@ -70,8 +70,9 @@ class EagleProcessor(EagleTiles):
         return Pixels.read(ConfigFields({**fields.raw, "do_resize": True}))
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles and whether the whole image follows them (use_thumbnail). Raises
-        ModelConfigError for a size other than the tower's, and for limits out of range.
+        """Read and set the limits of tiles, min_dynamic_tiles and max_dynamic_tiles (else those of the base class), and
+        whether the whole image follows them (use_thumbnail, by default True). Raises ModelConfigError for a size other
+        than the tower's, and for limits out of range.
         """
         names = {"min_patches": "min_dynamic_tiles", "max_patches": "max_dynamic_tiles"}
         limits = {ours: fields.value(theirs) for ours, theirs in names.items() if fields.has(theirs)}
@@ -108,8 +109,10 @@ class NemotronEmbedProcessor(EagleTiles):
         super().__init__(folder, config_json, model_config, tokenizer)
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles, and whether images are cut. Raises ModelConfigError for limits out of
-        range, and for a force_image_size other than the tower's.
+        """Read and set the limits of tiles, min_input_tiles and max_input_tiles of the whole processor's file, else
+        min_dynamic_patch and max_dynamic_patch of config.json, by default 1, and whether images are cut,
+        dynamic_image_size of either, by default True. Raises ModelConfigError for limits out of range, and for a
+        force_image_size of config.json other than the tower's.
         """
         own, outer = self._whole, self.config_fields
         if outer.integer("force_image_size", self.side) != self.side:

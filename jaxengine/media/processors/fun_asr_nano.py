@@ -132,7 +132,8 @@ def kaldi_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
 @lru_cache
 def kaldi_filters(num_bins: int) -> np.ndarray:
     """Return Kaldi's filters f32[257, num_bins]: triangles on the mel scale 1127 log(1 + f / 700), evenly spaced from
-    20 hertz to half the rate; 0 for that last frequency. They are computed in float32, as by torchaudio.
+    20 hertz to half the rate; 0 for that last frequency. They are computed in float32, as by torchaudio, and cached: do
+    not change the array.
     """
     low, high = (1127.0 * math.log(1.0 + each / 700.0) for each in (_LOWEST, RATE / 2))
     step, number = (high - low) / (num_bins + 1), np.arange(num_bins, dtype=np.float32)

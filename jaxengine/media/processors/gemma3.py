@@ -46,7 +46,8 @@ class Gemma3Processor(UnitProcessor):
     ratio: float
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set whether and how pan and scan adds crops.
+        """Read and set whether and how pan and scan adds crops: do_pan_and_scan, by default False, and
+        pan_and_scan_max_num_crops (4), pan_and_scan_min_crop_size (256) and pan_and_scan_min_ratio_to_activate (1.2).
 
         Raises ModelConfigError for a size other than the tower's, and more than _MAX_CROPS crops.
         """

@@ -33,9 +33,9 @@ class Glm4vProcessor(Qwen3VLProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings, the tokens around videos, and `with_decimals`: whether times have decimals,
-        as in GLM-4.6V. Raises ModelConfigError for token ids that are missing or invalid, ModelFileError for missing or
-        invalid settings.
+        """Read the checkpoint's settings, the tokens around videos (video_start_token_id and video_end_token_id), and
+        `with_decimals`: whether times have decimals, as in GLM-4.6V, by its processor_class or model_type. Raises
+        ModelConfigError for token ids that are missing or invalid, ModelFileError for missing or invalid settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         fields = ConfigFields(config_json)

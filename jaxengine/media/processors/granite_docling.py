@@ -32,9 +32,10 @@ class GraniteDoclingProcessor(TilesProcessor):
     dense_limits: tuple[float, float, float]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles, whether pages are cut, and `dense_tiles` and `dense_limits`. Raises
-        ModelConfigError for a size other than the tower's, for limits out of range, and for a `fine_route` that is
-        true: four times as many embeddings are not supported.
+        """Read and set the limits of tiles, whether pages are cut (crop_to_patches), `dense_tiles`, which is
+        dense_max_patches, and `dense_limits`, the fields of _LIMITS, 0 if absent. Raises ModelConfigError for a size
+        other than the tower's, for limits out of range, and for a `fine_route` that is true: four times as many
+        embeddings are not supported.
         """
         fields.require(fine_route=False)
         super().read_settings(fields)

@@ -46,8 +46,8 @@ class H2OVLProcessor(InternVLChatProcessor):
         return False
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles from config.json, and whether images are cut twice. Raises the errors of
-        InternVLChatProcessor.read_settings.
+        """Read and set the limits of tiles from config.json, and whether images are cut twice: use_msac there, by
+        default False. Raises the errors of InternVLChatProcessor.read_settings.
         """
         super().read_settings(fields)
         self.twice = self.config_fields.boolean(_TWICE, False)

@@ -117,7 +117,8 @@ class HunYuanVLProcessor(LinedProcessor):
     ends: ClassVar[tuple[int, ...]] = (_BEGIN, _END)
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings; token ids that config_json lacks have defaults. Raises ModelConfigError for
+        """Read the checkpoint's settings; token ids that config_json lacks have defaults: image_token_id, and
+        im_start_id and im_end_id or else image_start_token_id and image_end_token_id. Raises ModelConfigError for
         invalid token ids, ModelFileError for missing or invalid settings, and for cat_extra_token false, without the
         embeddings before and after an image.
         """

@@ -48,8 +48,9 @@ class Idefics2Processor(UnitProcessor):
     splits: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of sides and whether images are split. Raises ModelConfigError for limits that do not
-        fit the tower's image_size.
+        """Read and set the limits of sides, `size` with shortest_edge and longest_edge, and whether images are split,
+        do_image_splitting, by default False. Raises ModelConfigError for limits that are not in order, from a patch to
+        the tower's image_size.
         """
         size = read_size(fields, _SIZE, ("shortest_edge", "longest_edge"))
         self.shortest, self.longest = size["shortest_edge"], size["longest_edge"]

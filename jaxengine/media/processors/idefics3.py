@@ -41,8 +41,8 @@ class Idefics3Processor(UnitProcessor):
     splits: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the longest edge and whether images are cut. Raises ModelConfigError for a tile size other than
-        the tower's.
+        """Read and set the longest edge, longest_edge of `size`, and whether images are cut, do_image_splitting. Raises
+        ModelConfigError for a max_image_size, that of a tile, other than the tower's.
         """
         self.longest_edge = read_size(fields, "size", ("longest_edge",))["longest_edge"]
         self.splits = switch(fields, "do_image_splitting")

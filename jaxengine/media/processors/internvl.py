@@ -23,9 +23,10 @@ class InternVLProcessor(FrameUnits, TilesProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        """Read the checkpoint's settings and start, end and video tokens. Videos are only taken if their placeholder is
-        one token and their frames are squares of the tower. Raises ModelConfigError or ModelFileError for missing or
-        invalid settings.
+        """Read the checkpoint's settings and the start, end and video tokens (start_image_token, end_image_token and
+        video_token of tokenizer_config.json, with defaults). Videos are only taken if their placeholder is one token
+        and their frames are squares of the tower. Raises ModelConfigError or ModelFileError for missing or invalid
+        settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         named, path = read_object(folder, "tokenizer_config.json") or {}, Path(folder) / "tokenizer_config.json"
@@ -67,8 +68,9 @@ class InternVLChatProcessor(InternVLProcessor, TextPlaceholderProcessor):
         return super().placeholder(modality) if modality == "image" else UnitProcessor.placeholder(self, modality)
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles from config.json, whether images are cut, and whether the whole image
-        follows the tiles.
+        """Read and set from config.json the limits of tiles, min_dynamic_patch (1 by default) and max_dynamic_patch
+        (6), whether images are cut, dynamic_image_size, and whether the whole image follows the tiles, use_thumbnail,
+        both False by default.
 
         Raises ModelConfigError for limits out of range, and for a force_image_size other than the tower's.
         """

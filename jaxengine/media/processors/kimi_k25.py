@@ -42,7 +42,8 @@ class KimiMediaProcessor(KimiVLProcessor):
     most_side = _SIDE
 
     def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Return the pixel transform and the limit of patches of an image from the settings `found`, and set most_side.
+        """Return the pixel transform and the limit of patches of an image, in_patch_limit or else max_patches (16,384
+        by default), from the settings `found`, and set most_side.
 
         Raises ModelConfigError for invalid settings and those that do not fit the tower.
         """
@@ -53,7 +54,7 @@ class KimiMediaProcessor(KimiVLProcessor):
 
     def _settings(self, found: ConfigFields) -> tuple[ConfigFields, int]:
         """Return (settings, limit of patches along a side): the settings `found`, or their media_proc_cfg, with
-        defaults.
+        defaults; and patch_limit_on_one_side, else max_height of `size`, else 512.
 
         Raises ModelConfigError for settings that do not fit the tower.
         """
@@ -115,7 +116,8 @@ class KimiK25Processor(KimiMediaProcessor):
         self.settings += f" {self.frame_pixels!r} {self.frame_limit}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
-        """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`, in which a video's
+        """Read the placeholders from config.json (media_placeholder_token_id or else image_token_id, video_placeholder,
+        and video_token_id, by default vocab_size), and set `video`, `token_ids` and `embedded_ids`, in which a video's
         token that is not in the vocabulary gives way to that of images.
 
         Raises ModelConfigError for invalid token ids, for an empty text in place of a video, and if images and videos
@@ -140,7 +142,8 @@ class KimiK25Processor(KimiMediaProcessor):
             raise ModelConfigError(f"{problem}, got {self.token_ids['image']}")
 
     def read_frames(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Return the pixel transform and the limit of patches of a frame from the settings of videos, `found`.
+        """Return the pixel transform and the limit of patches of a frame from the settings of videos, `found`:
+        in_patch_limit_each_frame, else max_patches, else in_patch_limit of media_proc_cfg, else 4,096.
 
         Raises ModelConfigError for invalid settings, those that do not fit the tower, and another limit of a side than
         that of images.

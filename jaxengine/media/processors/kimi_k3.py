@@ -24,7 +24,8 @@ class KimiK3Processor(TextPlaceholder, KimiMediaProcessor):
     needs_grid = True
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
-        """Read the placeholder from a config.json (`fields`), and set token_ids and image_id.
+        """Read the placeholder from a config.json (`fields`), and set token_ids and image_id; with a tokenizer also its
+        text, image_placeholder.
 
         Raises ModelConfigError for an invalid token id, and ModelFileError for a text without tokens.
         """

@@ -66,13 +66,14 @@ class KimiVLProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.most_side} {self.tower!r}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
-        """Read the placeholder from a config.json (`fields`) and set token_ids. Raises ModelConfigError for an invalid
-        token id.
+        """Read the placeholder, media_placeholder_token_id (163605 by default), from a config.json (`fields`) and set
+        token_ids. Raises ModelConfigError for an invalid token id.
         """
         self.token_ids = {"image": fields.integer("media_placeholder_token_id", 163605, minimum=0)}
 
     def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Return the pixel transform and the limit of patches of an image from the settings of images, `found`.
+        """Return the pixel transform and the limit of patches of an image, in_token_limit (4,096 by default), from the
+        settings of images, `found`.
 
         Raises ModelConfigError for invalid settings and those that do not fit the tower.
         """

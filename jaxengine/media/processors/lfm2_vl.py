@@ -80,7 +80,8 @@ class Lfm2VlProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"
 
     def _read_sizes(self, fields: ConfigFields) -> None:
-        """Read the settings by which images are cut, and set tile, tolerance and limits.
+        """Read the settings by which images are cut, and set tile (tile_size, 512 by default), tolerance
+        (max_pixels_tolerance, 2) and limits (the fields of _INTEGERS and _BOOLEANS).
 
         Raises ModelConfigError for settings that are out of range or do not fit the tower.
         """
@@ -269,7 +270,7 @@ def _has_whole(rows: int, columns: int, limits: Mapping[str, int]) -> bool:
 
 @lru_cache(maxsize=256)
 def _layouts(least: int, most: int) -> list[tuple[int, int]]:
-    """Return all (columns, rows) with `least` to `most` tiles, sorted by their number.
+    """Return all (columns, rows) with `least` to `most` tiles, sorted by their number; the list is cached.
 
     The order of layouts with equally many tiles decides where an image is equally near to both: transformers uses the
     order of a Python set of them, and so does this.

@@ -46,9 +46,10 @@ class Llama4Processor(UnitProcessor):
     fills: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the largest number of tiles, `fills`, and `rounds`: whether pixels are both scaled and
-        normalised, which transformers computes in bfloat16, and either alone in float32. Raises ModelConfigError if the
-        size is not the tower's or there may be too many tiles.
+        """Read and set the largest number of tiles (max_patches), `fills` (resize_to_max_canvas), and `rounds`: whether
+        pixels are both scaled and normalised (do_rescale and do_normalize), which transformers computes in bfloat16,
+        and either alone in float32. Raises ModelConfigError if the size is not the tower's or there may be too many
+        tiles.
         """
         self.check_square(fields)
         self.rounds = switch(fields, "do_rescale") and switch(fields, "do_normalize")

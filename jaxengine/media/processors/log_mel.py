@@ -34,7 +34,8 @@ def read_features(folder: Path, num_bins: int) -> ConfigFields:
 
 
 def required_features(folder: Path, **wanted: Any) -> ConfigFields:
-    """Return the fields of a checkpoint's feature extractor; without fields if it has none.
+    """Return the fields of a checkpoint's feature extractor, feature_extractor or audio_processor of
+    processor_config.json, else preprocessor_config.json; without fields if it has none.
 
     folder: folder of the checkpoint. wanted: values by field. Raises ModelFileError if the checkpoint has another value
     for one of these fields.
@@ -75,7 +76,7 @@ def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.
 @lru_cache
 def slaney_filters(num_bins: int, length: int = _WINDOW) -> np.ndarray:
     """Return triangular filters over frequencies, [length / 2 + 1, num_bins], of equal area, evenly spaced on Slaney's
-    mel scale. length: length of Fourier transforms.
+    mel scale. length: length of Fourier transforms. The array is cached: do not change it.
     """
     edges = _hertz(np.linspace(0.0, _mel(RATE / 2), num_bins + 2))
     return triangles(edges, length) * (2.0 / (edges[2:] - edges[:-2]))
@@ -84,7 +85,7 @@ def slaney_filters(num_bins: int, length: int = _WINDOW) -> np.ndarray:
 @lru_cache
 def htk_filters(num_bins: int, length: int, lowest: float = 0.0, highest: float = RATE / 2) -> np.ndarray:
     """Return triangular filters over frequencies, [length / 2 + 1, num_bins], from `lowest` to `highest` hertz, evenly
-    spaced on HTK's mel scale. length: length of Fourier transforms.
+    spaced on HTK's mel scale. length: length of Fourier transforms. The array is cached: do not change it.
     """
     low, high = (2595.0 * np.log10(1.0 + each / 700.0) for each in (lowest, highest))
     mels = np.linspace(low, high, num_bins + 2)

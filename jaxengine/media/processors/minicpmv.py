@@ -126,8 +126,9 @@ class MiniCPMVProcessor(GridProcessor):
             raise fields.fail(_MODE, "that of config.json")
 
     def _read_crops(self, fields: ConfigFields) -> None:
-        """Read and set how images are cut and enlarged, and `numbers`, whether they are numbered in prompts. Raises
-        ModelConfigError for settings that are out of range.
+        """Read and set how images are cut and enlarged (scale_resolution, 448 by default, slice_mode, max_slice_nums,
+        9, and small_image_upsize, "always" or "never"), and `numbers` (use_image_id), whether they are numbered in
+        prompts. Raises ModelConfigError for settings that are out of range.
         """
         self.resolution = fields.integer("scale_resolution", 448)
         if self.resolution > _MOST_RESOLUTION:

@@ -59,8 +59,8 @@ class ResampledProcessor(TextPlaceholder, MiniCPMVProcessor):
         return {"image_mean": mean, "image_std": std, "use_image_id": False}
 
     def check_tower(self, fields: ConfigFields) -> None:
-        """Raise ModelConfigError for settings that do not fit the tower, and for images that are not to be cut, whose
-        size would not be changed either.
+        """Raise ModelConfigError for a patch_size, image_feature_size or scale_resolution that does not fit the tower,
+        and for images that are not to be cut (slice_mode false), whose size would not be changed either.
         """
         tower = self.tower
         fields.require(patch_size=tower.patch_size, image_feature_size=tower.num_queries, slice_mode=True)

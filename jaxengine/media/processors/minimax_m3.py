@@ -39,8 +39,9 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's token ids, settings of Qwen2VLProcessor and `segment_steps`. Raises ModelConfigError
-        for invalid or equal token ids, ModelFileError for missing or invalid settings.
+        """Read the checkpoint's token ids (KIND_token_id, else KIND_token_index, else a default), settings of
+        Qwen2VLProcessor and `segment_steps`: vision_segment_max_frames, 4 if absent, no limit if null. Raises
+        ModelConfigError for invalid or equal token ids, ModelFileError for missing or invalid settings.
         """
         fields = ConfigFields(config_json)
         tokens = {

@@ -33,7 +33,9 @@ class MllamaProcessor(UnitProcessor):
     token_names = ("image_token_id", "image_token_index")
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Raise ModelConfigError unless the size is the tower's, and so is the largest number of tiles."""
+        """Raise ModelConfigError unless the size is the tower's, and so is the largest number of tiles,
+        max_image_tiles.
+        """
         self.check_square(fields)
         fields.require(max_image_tiles=self.tower.max_tiles)
 

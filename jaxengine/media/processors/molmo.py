@@ -41,9 +41,10 @@ class MolmoProcessor(CropsProcessor):
         self._tokens = {text: ids[0] for text, ids in found.items()}
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limit of crops and their margins. Raises ModelConfigError for sizes other than the tower's,
-        a limit out of range, margins that cut windows, and images whose margins are not marked (image_padding_mask
-        false).
+        """Read and set the limit of crops, max_crops (12 by default), and their margins, overlap_margins (4 and 4); a
+        window is 2 by 2. Raises ModelConfigError for sizes other than the tower's (base_image_input_size,
+        image_patch_size, image_token_length_h and _w), a limit out of range, margins that cut windows, and images whose
+        margins are not marked (image_padding_mask false).
         """
         fields.require(image_padding_mask=True)
         grid, self.pooling = self.tower.vit.grid, (_WINDOW, _WINDOW)

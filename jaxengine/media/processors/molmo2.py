@@ -68,8 +68,9 @@ class CropsProcessor(UnitProcessor):
     pooling: tuple[int, int]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limit of crops, their margins and the windows of images. Raises ModelConfigError for a size
-        or a patch other than the tower's, a filter other than bilinear, and values out of range.
+        """Read and set the limit of crops (max_crops, 8 by default), their margins (overlap_margins, 4 and 4) and the
+        windows of images (pooling_size, 2 by 2). Raises ModelConfigError for a size or a patch other than the tower's,
+        a filter other than bilinear, and values out of range.
         """
         self._check_pixels(fields, self.pixels)
         self.max_crops = fields.integer("max_crops", 8)
@@ -261,8 +262,8 @@ class Molmo2Processor(CropsProcessor):
         self.settings = f"{self.settings} {self.video_pooling} {self._form}"
 
     def _read_videos(self, folder: Path) -> tuple[tuple[int, int] | None, float]:
-        """Return video_pooling and max_fps. The former is None if the checkpoint has no settings of videos, or invalid
-        ones.
+        """Return video_pooling (pooling_size of the settings of videos, 3 by 3 by default) and max_fps (2 by default);
+        (None, 0) if the checkpoint has no settings of videos, or invalid ones.
         """
         try:
             _, found = read_settings(folder, VIDEOS)

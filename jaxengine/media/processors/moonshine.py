@@ -35,7 +35,8 @@ class MoonshineProcessor(PieceProcessor):
     search, window = 5 * RATE, RATE // 10
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings, and set the attributes.
+        """Read the checkpoint's settings, and set the attributes: `normalizes` is do_normalize, by default whether
+        there are settings of sounds, `start` is decoder_start_token_id, by default 1.
 
         folder: of the checkpoint. config_json: content of its config.json. model_config: has the tower's sizes.
         tokenizer: None without one. Raises ModelFileError for settings that are invalid or not the tower's,

@@ -80,8 +80,10 @@ class NemotronHOmniProcessor(RadioProcessor):
 
     def _read(self, modality: str, found: ConfigFields) -> tuple[Pixels, Budget]:
         """Return the pixel transform of a modality, and a Budget, from its settings `found`. As in transformers, frames
-        are always resized by bicubic interpolation and scaled to 0 to 1, and have no default mean. The most patches are
-        those that max_model_len has room for, or max_num_patches unless 0, if fewer, but never less than the least.
+        are always resized by bicubic interpolation and scaled to 0 to 1, and have no default norm_mean and norm_std.
+        The least are min_num_patches (1,024 by default). The most patches are those that max_model_len (16,384) has
+        room for, or max_num_patches (13,312) unless 0, if fewer, but never less than the least. A frame has
+        video_target_num_patches (1,024), in a square unless video_maintain_aspect_ratio, which is True by default.
 
         Raises ModelConfigError for invalid settings, and for those that do not fit the tower.
         """

@@ -55,9 +55,9 @@ class TiledRadioProcessor(RadioProcessor):
     adds_whole: bool
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the token of images and set the attributes. The token is that of config.json or else the tokenizer's
-        <image>. Raises ModelConfigError for a missing or invalid token and an invalid config.json, ModelFileError for
-        missing or invalid settings.
+        """Read the token of images and set the attributes, `side` to force_image_size of config.json (512 by default).
+        The token is that of config.json or else the tokenizer's <image>. Raises ModelConfigError for a missing or
+        invalid token and an invalid config.json, ModelFileError for missing or invalid settings.
         """
         known = {} if tokenizer is None else {"img_context_token_id": _context_id(tokenizer)}
         super().__init__({**known, **config_json}, model_config, tokenizer)
@@ -72,8 +72,10 @@ class TiledRadioProcessor(RadioProcessor):
         self.settings = f"{type(self).__name__} {about!r} {self.tower!r}"
 
     def _read(self, found: ConfigFields, outer: Mapping[str, Any]) -> None:
-        """Read and set the pixel transform and the limit of tiles. found: settings of the image processor. outer: those
-        of config.json. Raises ModelConfigError for invalid settings, and for those that do not fit the tower.
+        """Read and set the pixel transform (norm_mean and norm_std, by default CLIP's; bicubic), the limit of tiles
+        (max_num_tiles, 12 by default) and `adds_whole` (use_thumbnail, True). found: settings of the image processor.
+        outer: those of config.json, which take precedence. Raises ModelConfigError for invalid settings, and for those
+        that do not fit the tower.
         """
         found.require(image_size=self.side, patch_size=self.tower.patch_size, downsample_ratio=1 / 2)
         fields = ConfigFields({**found.raw, **outer})

@@ -50,8 +50,8 @@ class Ovis2Processor(TextPlaceholderProcessor):
         self._places = [list(listed).index(each) for each in ids]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles, whether there are any, and how they are chosen. Raises ModelConfigError for
-        invalid ones.
+        """Read and set the limits of tiles, whether there are any (crop_to_patches, by default False), and how they are
+        chosen (use_covering_area_grid). Raises ModelConfigError for invalid ones.
         """
         super().read_settings(fields)
         self.crops = switch(fields, "crop_to_patches", False)

@@ -47,9 +47,10 @@ class PixtralProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's placeholder token (10 by default), pixel transform, longest edge and texts that end
-        lines and images. Raises ModelConfigError for an invalid config.json, ModelFileError for missing or invalid
-        settings.
+        """Read the checkpoint's placeholder token (image_token_id, else image_token_index, 10 by default), pixel
+        transform, longest edge (`size`, 1,024 by default) and texts that end lines and images (image_break_token and
+        image_end_token of processor_config.json). Raises ModelConfigError for an invalid config.json, ModelFileError
+        for missing or invalid settings.
         """
         super().__init__(model_config)
         self.tokenizer = tokenizer

@@ -143,8 +143,9 @@ class Qwen2VLProcessor(GridProcessor):
             return self.read_sizes(modality, found)
 
     def read_sizes(self, modality: str, found: ConfigFields) -> Sizes:
-        """Return a modality's settings from those that were found. Raises ModelConfigError for settings that are
-        invalid or do not fit the tower.
+        """Return a modality's settings from those that were found. Videos have a limit of embeddings, max_video_tokens,
+        if cap_pixels_per_frame is true, which is refused for images and for a class without `video_tokens`. Raises
+        ModelConfigError for settings that are invalid or do not fit the tower.
         """
         fields = self._with_defaults(modality, found)
         fields.require(**self._cuts)

@@ -98,11 +98,12 @@ class Pixels:
 
     @classmethod
     def read(cls, fields: ConfigFields) -> Pixels:
-        """Return the transform in a processor's settings.
+        """Return the transform in a processor's settings: resample, rescale_factor unless do_rescale is false, and
+        image_mean and image_std unless do_normalize is false.
 
-        Defaults are bicubic resizing, bilinear for a null resample as in transformers, and scale 1/255; the colours'
-        mean and standard deviation are required unless do_normalize is false. Raises ModelConfigError for an invalid
-        field, and unless do_resize is true or absent.
+        Defaults are bicubic resizing, bilinear for a null resample as in transformers, and scale 1/255; mean and
+        standard deviation have none. Raises ModelConfigError for an invalid field, and unless do_resize is true or
+        absent.
         """
         if not switch(fields, "do_resize"):
             raise fields.fail("do_resize", "true or absent")

@@ -49,7 +49,8 @@ class SmolVLMProcessor(Idefics3Processor):
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:
-        """Read the settings of videos in the checkpoint's folder, set `of_frames`, and return video_edge.
+        """Read the settings of videos in the checkpoint's folder, set `of_frames`, and return video_edge: longest_edge
+        of video_sampling's video_size, or else of `size`.
 
         None if they are invalid, or frames are no squares of the tower: such videos are not supported.
         Raises ModelFileError if the folder has no settings.

@@ -262,6 +262,10 @@ class Qwen3SoundProcessor(SoundProcessor):
     least_length = 0
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings, and set `chunk` to the tower's and `least` to min_length. If config_json has
+        thinker_config, only that is read. Raises the errors of SoundProcessor, and ModelConfigError for a min_length of
+        more than a minute.
+        """
         # Qwen3-ASR's first published checkpoints have their configuration in a field named after a part of Qwen3-Omni.
         super().__init__(folder, config_json.get("thinker_config") or config_json, model_config, tokenizer)
         self.chunk = self.tower.chunk

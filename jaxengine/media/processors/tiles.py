@@ -75,8 +75,8 @@ class TilesProcessor(UnitProcessor):
     max_tiles: int
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits
-        out of range.
+        """Read and set the limits of tiles, min_patches and max_patches. Raises ModelConfigError for a size other than
+        the tower's, and for limits out of range.
         """
         self.check_square(fields)
         self.min_tiles, self.max_tiles = fields.integer("min_patches"), fields.integer("max_patches")

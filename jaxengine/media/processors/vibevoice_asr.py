@@ -36,15 +36,18 @@ class VibeVoiceAsrProcessor(AskedTranscripts, SoundProcessor):
     around = ("<|object_ref_start|>", "<|object_ref_end|>")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings, and set `duration`, audio_duration_token of processor_config.json. Raises the
+        errors of SoundProcessor.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         whole = ConfigFields(read_object(Path(folder), WHOLE) or {})
         with errors_of(Path(folder) / WHOLE):
             self.duration = whole.text("audio_duration_token", "<|AUDIO_DURATION|>")
 
     def read_features(self, folder: Path) -> ConfigFields:
-        """Return the settings of samples, and set `loudness`, the root mean square that they get (by default -25 dB),
-        None for that of the sound, and `eps`, which is added to what they are divided by. Raises ModelFileError for
-        settings other than those of the tower, and values out of range.
+        """Return the settings of samples, and set `loudness`, the root mean square that they get (target_dB_FS, by
+        default -25), None for that of the sound (normalize_audio false or null), and `eps`, which is added to what they
+        are divided by. Raises ModelFileError for settings other than those of the tower, and values out of range.
         """
         hop = self.tower.num_features
         wanted = {"feature_size": 1, "sampling_rate": self.tower.rate, "padding_value": 0.0, "padding_side": "right"}

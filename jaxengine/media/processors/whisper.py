@@ -69,8 +69,10 @@ class WhisperProcessor(AttendedProcessor):
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
 
     def _read(self, fields: ConfigFields, vocab_size: int) -> None:
-        """Set start, no_timestamps, languages, tasks and rules from generation_config.json (`fields`). vocab_size:
-        exclusive limit of token ids.
+        """Set the attributes from generation_config.json (`fields`): start, no_timestamps, languages and tasks from
+        decoder_start_token_id, no_timestamps_token_id, lang_to_id and task_to_id (tasks other than TASKS are left out),
+        and rules from the first eos_token_id, suppress_tokens, begin_suppress_tokens and max_initial_timestamp_index.
+        vocab_size: exclusive limit of token ids.
 
         Raises ModelConfigError for a missing or invalid field.
         """
