@@ -26,6 +26,7 @@ class Recorder:
     """Rows of one run of a benchmark.
 
     Attributes:
+      path: of the file; None writes none.
       rows: rows added so far, in order.
       notes: further entries of the file, in addition to the rows.
       deadline: `time.monotonic()` after which `measure` begins no further row.

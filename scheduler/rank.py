@@ -44,6 +44,7 @@ class Rank:
     and `update` once its tokens are known.
 
     Attributes:
+      config: limits and policy.
       index: number of the replica.
       pages: page tables of its slots. pool: the pool of their pages.
       slots: its running requests.

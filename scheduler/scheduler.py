@@ -46,6 +46,7 @@ class Scheduler:
     reads, plus the number of this request's tokens that its prefix cache lacks, which have to be computed.
 
     Attributes:
+      config: limits and policy.
       ranks: the replicas.
       num_pages: pages of all replicas.
       num_preemptions, num_prefix_queries, num_prefix_hits: totals over all replicas; the last two in tokens.

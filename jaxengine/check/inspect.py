@@ -58,8 +58,8 @@ def program_text(compiled: Any, dumps: Path | None) -> str:
 
 
 def device_bytes(dumps: Path) -> int | None:
-    """Return the peak device memory of a TPU program's arguments and temporaries in bytes, from the compiler's report
-    in `dumps`.
+    """Return the peak device memory of a TPU program's arguments and temporaries in bytes, from the first of the
+    compiler's reports in `dumps` that states it.
 
     Returns None without a report. The peak that the compiled program itself states includes on-chip memory.
     """

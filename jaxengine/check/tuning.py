@@ -43,9 +43,9 @@ def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
     from compiled programs.
 
     target: one with a clock in targets.CLOCKS, unless it is this machine's. problems: fields of a Problem each. A
-    result has "problem"; "sizes", the chosen tile sizes, {} for the usual ones; "best" and "usual" in microseconds,
-    None if not feasible; and "tried", the number of feasible choices. Raises RuntimeError if the compiler's process
-    fails.
+    result has "problem"; "sizes", the chosen tile sizes, {} for the usual ones, which others replace only if they take
+    at most _WORTH of their time; "best" and "usual" in microseconds, None if not feasible; and "tried", the number of
+    feasible choices. Raises RuntimeError if the compiler's process fails.
     """
     if (device := _device_of(target)) is not None:
         for problem in (Problem(*fields) for fields in problems):
@@ -80,8 +80,8 @@ def _device_of(target: Target) -> Any:
 def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float | None]) -> dict[str, Any]:
     """Measure all candidates of a problem; return a result as `tune` yields it.
 
-    The usual sizes are kept unless others take at most _WORTH of their time. measure: returns the microseconds of a
-    candidate, None if it is not feasible.
+    The usual sizes are kept unless others take at most _WORTH of their time; of equally fast candidates the first is
+    chosen. measure: returns the microseconds of a candidate, None if it is not feasible.
     """
     choices = product_candidates(_PLATFORMS[target.backend])
     assert choices is not None

@@ -49,7 +49,11 @@ T = TypeVar("T")
 
 
 class RemoteFolder:
-    """Folder of a model at a URL, in an object store or on a web server."""
+    """Folder of a model at a URL, in an object store or on a web server.
+
+    Attributes:
+      url: its URL without slashes at the end.
+    """
 
     def __init__(self, url: str, param: str = "model"):
         """Check the URL and make the file system of its scheme. No file is read yet.

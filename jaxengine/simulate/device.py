@@ -76,7 +76,10 @@ class SimulatedStep:
 class SimulatedRunner:
     """Part of a ModelRunner that the engine's loop uses, for text requests without sampling options.
 
+    The other attributes are a ModelRunner's; its vocabulary has 2**31 tokens.
+
     Attributes:
+      costs: seconds of steps.
       time: the simulation's clock, which dispatching, waiting and the host's work advance.
       scheduler: the engine's scheduler, to be set after construction.
       busy: seconds in which the first stage has computed.

@@ -124,7 +124,11 @@ class _Observer(LoopExtension):
 
 
 class SimulatedEngine:
-    """Engine loop on a simulated device with its own clock."""
+    """Engine loop on a simulated device with its own clock.
+
+    Attributes:
+      runner: the simulated device. engine: the Engine on it.
+    """
 
     def __init__(
         self,

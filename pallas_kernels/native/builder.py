@@ -93,7 +93,12 @@ def each_lane(number: int | float) -> Any:
 
 
 class Job:
-    """Layout of a job, whose fields have eight bytes each: those of COUNTERS, then pointers, then i64 numbers."""
+    """Layout of a job, whose fields have eight bytes each: those of COUNTERS, then pointers, then i64 numbers.
+
+    Attributes:
+      fields: names of all fields, in order.
+      num_bytes: bytes of a job.
+    """
 
     def __init__(self, pointers: Sequence[str], numbers: Sequence[str]):
         """Define the fields `pointers` and `numbers`, by name."""

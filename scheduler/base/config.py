@@ -25,6 +25,9 @@ class SchedulerConfig:
     Attributes:
       num_pages: pages of each replica's pool; max_num_seqs and max_num_batched_tokens are per replica as well.
       page_size: tokens of a page.
+      max_model_len: most tokens of a request, its prompt and its output.
+      enable_chunked_prefill: whether several steps may compute a prompt, each a part.
+      enable_prefix_caching: whether requests share the pages of equal prefixes.
       long_prefill_token_threshold: most tokens of a prefill chunk; 0 for no other limit than the batch's.
       policy: one of POLICIES: "fcfs" by arrival, "priority" by priority and then arrival, "fair" by client and then
         arrival.

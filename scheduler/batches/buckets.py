@@ -48,6 +48,10 @@ class Buckets:
         sequences and every smaller decode size, and left out if not even one sequence may have it.
       sections: names of message sections; each mixed bucket also exists with all of them.
 
+    Attributes:
+      decode, mixed, with_sections, wide: buckets of each kind; those without a width ascending. prompt: buckets of
+      steps with prompt tokens: mixed ones and those with sections; without any, the decode-only ones.
+
     Raises ValueError for a size beyond its limit or below 1.
     """
 

@@ -23,7 +23,8 @@ class Slots:
     is the number of tokens, prompt included, at which the request ends. `min_stop` is the number of tokens from which
     on a stop token ends it. `epoch` changes with every owner, so that results of an earlier one are recognised.
     `last_step` is the number of the last step in which the slot had a row, and `last_token_time` the time at which its
-    last token arrived.
+    last token arrived. `num_prompt` counts the tokens of the prompt, `num_computed` those that have their KV once the
+    steps scheduled so far have run. `priority`, `arrival_index`, `per_step`, `tag` and `features` are the request's.
 
     Attributes:
       requests: object [max_num_seqs], the owners, None for a free slot.

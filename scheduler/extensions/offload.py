@@ -113,6 +113,7 @@ class Offload(SchedulerExtension):
     """Scheduler extension that decides which pages to store, and which requests wait for stored ones.
 
     Attributes:
+      options: the options that it was created with.
       store: the stored content; a NoStore until the engine's extension sets it.
       loads: loads to start, for which requests wait; the engine's extension starts them and empties the list.
       rooms: the LoadRoom of each replica.

@@ -48,6 +48,7 @@ class PageAges(SchedulerExtension):
     """Scheduler extension that observes the ages of each replica's pages.
 
     Attributes:
+      sample: share of the pages that are observed.
       evicted: called with the time and the PageAge of an observed page that is evicted.
     """
 

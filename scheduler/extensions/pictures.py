@@ -67,6 +67,8 @@ class EncoderRows:
     Slots share the embeddings of an image unless `clear` was called between the times at which they began to need any.
 
     Attributes:
+      num_rows: number of rows.
+      whole: whether a step must compute all remaining tokens of an image, or none.
       encodes: images to be encoded in the step being scheduled.
       num_queries, num_hits: number of images that chunks have reached, and of those whose rows were in the pool
         already.
@@ -299,6 +301,9 @@ class EncoderPools(SchedulerExtension):
 class RankEncoderPool(RankExtension):
     """Base of one replica's pool in its schedule. Its section of a batch, named `section`, lists the items to be
     encoded before the forward pass.
+
+    Attributes:
+      rows: the pool's rows.
     """
 
     section: ClassVar[str]

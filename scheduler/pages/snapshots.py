@@ -44,6 +44,7 @@ class Snapshots:
     from outside (`put`) is not reused before the next step.
 
     Attributes:
+      page_size: tokens of a page.
       listener: observer of the states that can be found; None for none.
     """
 

@@ -167,7 +167,7 @@ def arrays_of(type_text: str) -> list[int]:
 
 
 def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
-    """Return the bytes of device memory of each array in an HLO type, in order; [] if it has no array.
+    """Return the bytes of device memory of each array in an HLO type, rounded down, in order; [] if it has no array.
 
     Arrays in on-chip memory count 0 unless `on_chip`. Raises TypeError for an element type without a width in its name.
     """
@@ -217,8 +217,8 @@ class MustNotCopy:
 
 
 def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
-    """Return a text "NAME: OPCODE INSTRUCTION TYPE" for each instruction that moves an entire protected array through
-    memory.
+    """Return a text "NAME: OPCODE INSTRUCTION TYPE", cut after 160 characters of OPCODE and what follows, for each
+    instruction that moves an entire protected array through memory, in the order of the module.
 
     Arrays are recognised by their size or shape. Any instruction with a result of a pool's size counts unless it
     updates in place; one with a weight's or a state's result counts only if it just moves data that comes from a

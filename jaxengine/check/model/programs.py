@@ -150,6 +150,7 @@ class StagePrograms:
     """Programs of a model, or of one of its pipeline stages, under one config on one mesh.
 
     Attributes:
+      model: abstract. mesh: its mesh.
       config: resolved for the platform.
       steps: the engine's own programs.
       params: abstract weights.
@@ -467,7 +468,8 @@ def _is_matrix(shape: Sequence[int]) -> bool:
 
 
 def large_types(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return the names of arrays of _SMALL bytes or more by their HLO types, such as "s32[256,128]", on one device.
+    """Return the names of arrays of _SMALL bytes or more by their HLO types, such as "s32[256,128]", on one device; of
+    several arrays of a type, the last one's name.
     named: (name, array or shape with a sharding).
     """
     return {

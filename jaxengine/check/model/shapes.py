@@ -191,7 +191,8 @@ SHAPES: dict[str, ModelConfig] = {
 def model_config(
     name: str, quantization: str | None = None, *, whole: bool = False, keep_tables: bool = True
 ) -> ModelConfig:
-    """Return the shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
+    """Return the shape of a model: a name from SHAPES, in any case, a GGUF file, a Hugging Face folder, or a hub id. A
+    name from SHAPES comes before a file or folder of that name; a hub id's config.json is downloaded.
 
     A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores. quantization: as in
     EngineConfig; None for the model's own. keep_tables: with quantization gguf, keep token tables in their storage

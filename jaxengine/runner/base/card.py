@@ -69,7 +69,8 @@ def client_environment(utilization: float) -> dict[str, str]:
 
 def card_bytes(limit: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return the bytes of a card from the `limit` bytes that jax's client has of it: limit divided by the fraction that
-    `environment` sets, else by JAX_SHARE.
+    the first non-empty variable of _FRACTIONS in `environment` sets, else by JAX_SHARE, rounded down. Raises ValueError
+    for a fraction that is no number.
     """
     given = next((environment[name] for name in _FRACTIONS if environment.get(name)), None)
     return int(limit / (JAX_SHARE if given is None else float(given)))

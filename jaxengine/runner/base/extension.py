@@ -230,6 +230,7 @@ class DeviceExtension:
     """Declaration of what is compiled for one capability in one stage. A method that is not overridden adds nothing.
 
     Attributes:
+      shape: shape of the stage.
       name: name of the capability, the same in every package.
       num_tables: number of page tables that it adds after those of the cache groups.
       least_columns: least number of columns that a page table must have.
@@ -482,7 +483,11 @@ class StageExtension:
 
 
 class HostExtension:
-    """Functions of a capability that the engine's loop calls. Those of this class do nothing."""
+    """Functions of a capability that the engine's loop calls. Those of this class do nothing.
+
+    Attributes:
+      runner: the ModelRunner.
+    """
 
     def __init__(self, runner: Any):
         """Store the ModelRunner."""

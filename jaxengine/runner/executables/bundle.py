@@ -197,6 +197,10 @@ class NewBundle:
     """A bundle that is being written. It has the methods of Bundle that ExecutableCache calls.
 
     Programs are added as they are compiled. The manifest is written last; without it the folder is not a bundle.
+
+    Attributes:
+      path: its folder.
+      cache_dir: the option compile_cache_dir, for everything that a bundle does not contain.
     """
 
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):

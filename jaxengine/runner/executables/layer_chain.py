@@ -80,7 +80,11 @@ class Analysis(NamedTuple):
 
 
 class InParts:
-    """Compiled chain. It is called like a `jax.stages.Compiled`."""
+    """Compiled chain. It is called like a `jax.stages.Compiled`.
+
+    Attributes:
+      chain: the chain. programs: its compiled programs, in the chain's order.
+    """
 
     def __init__(self, chain: Chain, programs: Sequence[jax.stages.Compiled], in_tree: Any, out_tree: Any, device: Any):
         """Store a chain with its compiled programs, and copy its constants to the device.

@@ -18,6 +18,9 @@ NAME = "experts"
 class ExpertsExtension(DeviceExtension):
     """Device extension that counts expert use. Its section of SlotState is u32[1, layers with experts, E]: tokens for
     which each expert of this stage's layers was selected so far, modulo 2**32.
+
+    Attributes:
+      num_experts: E. num_layers: this stage's layers with experts; without any nothing is counted.
     """
 
     name = NAME

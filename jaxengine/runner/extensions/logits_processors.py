@@ -28,6 +28,10 @@ NUM_ROWS = 64  # slots whose parameters one state change writes
 class ProcessorsExtension(DeviceExtension):
     """Device extension of logits processors. Its section of TokenState is i32[R, 1 + columns]: a bit for each processor
     that a slot uses, and the 32 bits of each parameter. Samplers only read it.
+
+    Attributes:
+      processors: classes of the option logits_processors, in its order.
+      width: columns of a slot.
     """
 
     name = NAME

@@ -37,6 +37,10 @@ class RecordingExtension(DeviceExtension):
     """Device extension of step recording. With record_steps_detail "layers", forward passes leave the hidden states [T,
     (L + 2) * D]: the first layer's input, the output of each of L layers, and the state after the final norm. Otherwise
     programs are the same as without recording.
+
+    Attributes:
+      keeps_layers: whether hidden states are left.
+      num_kept: L + 2.
     """
 
     name = NAME

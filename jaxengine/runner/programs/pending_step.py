@@ -18,6 +18,7 @@ class PendingStep:
     It has tokens once the epilogue that ends it has been dispatched. All results have a leading axis of replicas.
 
     Attributes:
+      bucket: bucket of the step.
       forwarded: results of the forward pass; None once the last epilogue has taken them.
       sampled: output of the last epilogue; None before it is dispatched.
       outputs: outputs of other epilogues, by name.

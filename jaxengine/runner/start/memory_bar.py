@@ -40,8 +40,8 @@ def text_bar(parts: Mapping[str, int], total: int) -> str:
     """Return two lines of text: a bar for `total` bytes, in which each part is drawn by its letter, and the meanings of
     the letters with percentages.
 
-    A part has a column for each 72nd of the total, and at least one. LEFT is drawn as dots; the rest of the total is
-    blank. If the parts exceed the total, the bar and the percentages are of their sum. parts: bytes by purpose; parts
+    A part has a column for each 72nd of the total, rounded, and at least one, so that the bar may be longer than 72
+    columns. LEFT is drawn as dots; the rest of the total is blank. If the parts exceed the total, the bar and the percentages are of their sum. parts: bytes by purpose; parts
     of 0 or fewer bytes are not drawn, and those for which no letter is left are drawn as "?".
     """
     drawn = {purpose: size for purpose, size in parts.items() if size > 0}
@@ -56,8 +56,9 @@ def svg(title: str, parts: Mapping[str, int], total: int) -> str:
     """Return the text of an SVG image: a bar for `total` bytes with the parts side by side, and a legend with sizes and
     percentages.
 
-    parts: bytes by purpose; a negative part has no width, and is in the legend. LEFT is grey. The rest of the total,
-    which the engine does not use, is empty.
+    parts: bytes by purpose; a negative part has no width, and is in the legend. LEFT is grey; colours recur after ten
+    parts. The rest of the total, which the engine does not use, is empty. Percentages are of the total, also if the
+    parts exceed it; the bar is then longer than its frame.
     """
     scale = (_WIDTH - 2 * _LEFT) / max(total, sum(max(0, size) for size in parts.values()), 1)
     shapes, legend, at = [], [], float(_LEFT)

@@ -30,6 +30,7 @@ class WeightUpdateError(RequestError):
     """
 
     def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
+        """Make an error about the parameter `params`, with a copy of the faults; `of` also makes the message."""
         super().__init__(message, param="params")
         self.faults = [*faults]
 

@@ -57,6 +57,7 @@ class Plan:
       block_q: tokens per tile.
       group: query heads per kv head, padded.
       page_size: tokens of a page.
+      blocks: how keys, tiles and heads are divided.
       keys, values: columns of the keys and of the values of each kv head.
       operand_dtype: dtype of the operands of both products.
       has_sinks: whether attention sinks are given.

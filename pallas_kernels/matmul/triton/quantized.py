@@ -110,6 +110,9 @@ class Shape:
       rows, size, out: rows of the product, and inputs and outputs of the matrix.
       num_scales: scales along the inputs.
       codes: dtype of the codes.
+      has_zeros: whether zeros are given.
+      out_dtype: dtype of the product.
+      sizes: tuned limits of the tile sizes.
     """
 
     rows: int

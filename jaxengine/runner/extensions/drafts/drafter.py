@@ -33,7 +33,10 @@ class Drafter(StageExtension):
     The leaves of the target model are passed with each call, because adapters change them.
 
     Attributes:
+      programs: of the draft model or head.
+      models: the draft model or head alone, abstract.
       params: leaves of the draft model, which new weights replace in place.
+      executables: cache of its compiled programs.
     """
 
     name, prefix = NAME, "draft"

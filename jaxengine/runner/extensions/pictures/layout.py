@@ -85,8 +85,8 @@ class EncoderLayout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Compiled sizes, ascending: patches of one device in one call, multiples of the tower's unit: from max_patches
-        down by a factor of _STEP each, to no less than _LEAST.
+        """Compiled sizes, ascending: patches of one device in one call, multiples of the tower's unit: from
+        max_patches, rounded up, down by a factor of _STEP each, rounded down, to no less than _LEAST.
         """
         unit = self.tower.unit
         sizes = {-(-self.max_patches // unit) * unit}
@@ -146,7 +146,7 @@ class EncoderLayout:
 
     def _shares(self, encodes: Sequence[Encode]) -> list[list[Encode]]:
         """Return a replica's images divided among its `parts` devices, one list for each, possibly empty: the largest
-        image first, each to the device with the fewest patches.
+        image first, each to the device with the fewest patches, the first of equals.
         """
         shares: list[list[Encode]] = [[] for _ in range(self.parts)]
         loads = [0] * self.parts

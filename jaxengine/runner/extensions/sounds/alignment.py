@@ -47,6 +47,10 @@ class AlignmentExtension(DeviceExtension):
     sound.
 
     The text's keys and values are in temporary pages that the program allocates. pool: the abstract pool.
+
+    Attributes:
+      tower: configuration of the model's tower.
+      length: T. program_name: name of the program.
     """
 
     name = NAME

@@ -28,6 +28,9 @@ class StatesExtension(DeviceExtension):
     """Device extension of recurrent state. Its section of SlotState has the states of jaxengine.models.cache.Cache: for
     each layer with state its arrays [rows, ...]; none in a stage without such layers. Snapshots have a page table of
     their own (jaxengine.scheduler.pages.snapshots).
+
+    Attributes:
+      num_snapshots: snapshots of a replica; 0 for none.
     """
 
     name = NAME
