@@ -94,8 +94,8 @@ class Option:
     """A command-line option of a benchmark. A benchmark's table has its options by name, with underscores.
 
     Attributes:
-      default: the value if the option is not given; its type determines how a value is read: False makes the option a
-        flag, a tuple lets it take several values.
+      default: the value if the option is not given; its type determines how a value is read, that of its first item for
+        a tuple, which lets the option take several values; text for None and (). False makes the option a flag.
       help, choices, metavar: as argparse's.
       kind: function that reads one value, if the default does not determine how.
       positional: the option is a positional argument, which must be given.

@@ -93,7 +93,7 @@ def memory(pid: int | str = "self", kind: str = "VmRSS") -> int:
 
 def unused_bytes(array: Any) -> int:
     """Return the bytes of an array on a CPU for which the system has not given memory yet, after `give_back_zeros`:
-    those of its `whole_pages` that mincore does not report.
+    those of its `whole_pages` that mincore does not report. Pages for which mincore fails do not count.
     """
     import numpy as np
 

@@ -108,7 +108,8 @@ class Recorder:
         """Return the row `name`: an existing one, else the result of `function`, which is added; None if no time is
         left.
 
-        While `function` runs, the file has the row with the status BEGUN. An exception becomes the row's `error`.
+        While `function` runs, the file has the row with the status BEGUN. An Exception becomes the row's `error`, of at
+        most 500 characters.
         """
         if (found := self.named(name)) is not None:
             return found

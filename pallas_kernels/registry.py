@@ -294,7 +294,9 @@ def native_code(store: Any = None) -> str:
 
 
 def has_machine_code(op: str, platform: str) -> bool:
-    """Return whether `op` runs as machine code on `platform` after `native_code`, if that could be built."""
+    """Return whether `op` runs as machine code on `platform` after `native_code`, if that could be built. Raises
+    KeyError for an unknown platform.
+    """
     return NATIVE in _KINDS[platform] and (op, NATIVE) in _ROWS
 
 
@@ -305,7 +307,9 @@ def is_kernel(op: str, platform: str) -> bool:
 
 
 def attention_rows(platform: str) -> frozenset[tuple[str, str]]:
-    """Return the rows (operation, kind) of attention on `platform` that are not plain XLA: kernels and machine code."""
+    """Return the rows (operation, kind) of attention on `platform` that are not plain XLA: kernels and machine code,
+    whether or not they are excluded or built. Raises KeyError for an unknown platform.
+    """
     kinds = [kind for kind in _KINDS[platform] if kind == NATIVE or kind not in PLAIN_KINDS]
     return frozenset((op, kind) for op in _ATTENTION for kind in kinds if (op, kind) in _ROWS)
 
@@ -346,7 +350,9 @@ def kernel(op: str, platform: str) -> Callable:
 
 
 def kernel_rows(platform: str) -> dict[str, str]:
-    """Return the operations that `platform` implements, with the names of their modules within pallas_kernels."""
+    """Return the operations that `platform` implements, with the names of their modules within pallas_kernels; {} for
+    a name outside PLATFORMS.
+    """
     return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
 

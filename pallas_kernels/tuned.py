@@ -70,8 +70,8 @@ def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int
 
 
 def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -> Entry | None:
-    """Return the chip's entry with the least distance to a product's shape, among those for such codes; None if there
-    is none.
+    """Return the chip's entry with the least distance to a product's shape, among those for such codes, the first of
+    equals; None if there is none.
 
     rows, size, out, group: see Entry.distance. codes: name of the codes' dtype.
     """

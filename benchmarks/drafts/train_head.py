@@ -82,6 +82,9 @@ class Target:
     """The default model in float32: its config, its weights by name, and its hidden states."""
 
     def __init__(self, length: int):
+        """Open the default model, whose files stay open, and load its weights onto the default device; `hidden` is
+        compiled at its first call. length: tokens of its argument.
+        """
         self._source = open_model(EngineConfig())
         self.config, self.weights = self._source.config, self._source.weights
         assert self.weights is not None and not isinstance(self.weights, Path)
@@ -140,6 +143,7 @@ class Head:
     """EAGLE-3 head over whole sequences, for training. models/layers/drafts/eagle3.py has the one for serving."""
 
     def __init__(self, target: Target):
+        """Take the sizes of the target's first layer, which must have RoPE without scaling (asserted)."""
         attention = target.config.attention[0]
         assert attention.rope is not None and attention.rope.scaling is None
         self.heads, self.kv_heads, self.dim = attention.num_heads, attention.num_kv_heads, attention.head_dim

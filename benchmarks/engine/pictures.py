@@ -226,6 +226,9 @@ class Attack:
     """
 
     def __init__(self, url: str, bodies: dict[str, bytes], pace: float):
+        """Store the attack; nothing is sent. url: of the server. bodies: JSON requests by name, at least one. pace:
+        seconds from an answer to the next request.
+        """
         self._url, self._pace, self._bodies = url, pace, bodies
         self.answers: dict[str, tuple[int, str, float]] = {}
         self.num_sent, self.interval, self._begin = 0, 0.0, 0.0

@@ -143,7 +143,7 @@ def take_over(check: str, earlier: str | None, folder: Path) -> None:
 
 
 def import_errors(names: list[str]) -> None:
-    """Import modules and print, as a line of JSON, those that fail, with the errors.
+    """Import modules and print, as a line of JSON, those that fail, with the errors, of at most 300 characters.
 
     The project's own modules are skipped once an import has failed.
     """

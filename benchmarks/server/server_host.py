@@ -76,7 +76,11 @@ class Mark:
 
 
 class TimedRunner(FreeRunner):
-    """Stand-in for ModelRunner without a model; a step is done `step_seconds` after the previous one."""
+    """Stand-in for ModelRunner without a model; a step is done `step_seconds` after the previous one.
+
+    Attributes:
+      marks: a Mark of each step so far, in order.
+    """
 
     def __init__(self, config: ResolvedConfig, vocab_size: int, step_seconds: float):
         packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)

@@ -96,7 +96,8 @@ class Cost(NamedTuple):
 
 @functools.cache
 def cycles(target: str, build: str, trips: int, **arguments) -> tuple[int, dict]:
-    """Return (estimated cycles of one grid step, facts that the case reports about itself). Results are cached.
+    """Return (estimated cycles of one grid step, facts that the case reports about itself, which must not be changed,
+    as results are cached).
 
     target: TPU. build: name of a function in the module CASES. trips: blocks. arguments: of that function. Raises
     Unprofiled.

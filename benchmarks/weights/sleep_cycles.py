@@ -50,6 +50,9 @@ class Cycles:
     """Engine that is put to sleep and woken. expected: tokens of its requests before the first sleep."""
 
     def __init__(self, llm: AsyncLLM, requests: int):
+        """Read the default model's weights into host memory, for level 2. requests: number of those that are
+        compared.
+        """
         self._llm, self._tensors = llm, stored()
         self._prompts = [[100 + number, 7, 11] for number in range(requests)]
         self._params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

@@ -167,6 +167,7 @@ class Streams:
     """
 
     def __init__(self, llm: LLM, count: int, tokens: int, state: State):
+        """Begin without requests. count: that run at once. tokens: of each. state: of the engine's present weights."""
         self._llm, self._count, self._tokens, self._num = llm, count, tokens, 0
         self._state, self._known = state, dict[str, Known]()
         self.num_wrong, self.checkable = 0, dict[State, list[Asked]]()
@@ -258,7 +259,12 @@ def _with(state: State | None, newest: State) -> State | None:
 
 
 class Updates:
-    """Updates of one engine while requests run. number: index of the next update."""
+    """Updates of one engine while requests run.
+
+    Attributes:
+      number: index of the next update.
+      streams: the requests.
+    """
 
     def __init__(self, args: Namespace, first: int, model: dict[str, Any]):
         """Start the engine with the weights and adapter that the updates before `first` would have left.

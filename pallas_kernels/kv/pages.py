@@ -83,7 +83,8 @@ class KVSpec:
         """Replace the dtype by its numpy name. For a name in PER_TOKEN it becomes that of the elements, and
         token_scales becomes True.
 
-        Raises ValueError, which names the field, for sizes below 1 or that contradict each other or the dtype.
+        Raises ValueError, which names the field, for sizes below 1 or that contradict each other or the dtype, and
+        TypeError for a name of no dtype.
         """
         if self.dtype in PER_TOKEN:
             object.__setattr__(self, "dtype", PER_TOKEN[self.dtype])

@@ -68,6 +68,7 @@ def target_name(handler: str) -> str:
 def load(rooms: tuple[str, ...], store: CodeStore | None = None) -> str:
     """Make, test and register the handlers of `rooms`, once per process. Return a description of the compiler and the
     processor, or "" if handlers cannot be built, with the reason in the log (INFO). rooms, store: as in `made`.
+    Thread-safe; later calls for the same rooms return the first result, a failure too.
     """
     with _LOCK:  # engines may be started by several threads
         if rooms not in _loaded:

@@ -234,6 +234,8 @@ def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    """Return "TYPE: LINE", the type of an error and the first line of its message, at most 300 characters of it."""
+    """Return "TYPE: LINE", the type of an error and the first line of its message that is not blank, at most 300
+    characters of it; "TYPE: no message" without one.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"

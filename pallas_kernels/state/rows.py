@@ -73,8 +73,8 @@ def read_rows(state: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def write_rows(state: jax.Array, index: jax.Array, values: jax.Array, keep: Any = True) -> jax.Array:
-    """Return state [R, ...] with rows `index` i32 [n] set to values [n, ...]. Rows for which `keep` (bool [n] or one
-    bool) is False, and indices of R or more, are dropped.
+    """Return state [R, ...] with rows `index` i32 [n], none of them negative, set to values [n, ...]. Rows for which
+    `keep` (bool [n] or one bool) is False, and indices of R or more, are dropped.
     """
     index = jnp.where(keep, index, state.shape[0])
     return state.at[index].set(values.astype(state.dtype), mode="drop")

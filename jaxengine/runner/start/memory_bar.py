@@ -41,8 +41,9 @@ def text_bar(parts: Mapping[str, int], total: int) -> str:
     the letters with percentages.
 
     A part has a column for each 72nd of the total, rounded, and at least one, so that the bar may be longer than 72
-    columns. LEFT is drawn as dots; the rest of the total is blank. If the parts exceed the total, the bar and the percentages are of their sum. parts: bytes by purpose; parts
-    of 0 or fewer bytes are not drawn, and those for which no letter is left are drawn as "?".
+    columns. LEFT is drawn as dots; the rest of the total is blank. If the parts exceed the total, the bar and the
+    percentages are of their sum. parts: bytes by purpose; parts of 0 or fewer bytes are not drawn, and those for which
+    no letter is left are drawn as "?".
     """
     drawn = {purpose: size for purpose, size in parts.items() if size > 0}
     letters = dict(zip((each for each in drawn if each != LEFT), _LETTERS, strict=False)) | {LEFT: "."}
