@@ -83,6 +83,7 @@ class TimedRunner(FreeRunner):
     """
 
     def __init__(self, config: ResolvedConfig, vocab_size: int, step_seconds: float):
+        """Create a runner for the engine of `config`, which samples the same drawn ids in [1000, 40000) each time."""
         packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)
         ids = np.random.default_rng(0).integers(1000, 40_000, (64, 1, config.max_num_seqs)).astype(np.int32)
         super().__init__(config.scheduler_config(config.num_gpu_blocks_override or 0), packer, ids)

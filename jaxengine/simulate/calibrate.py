@@ -312,8 +312,9 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]], i
 
 
 class Fit(NamedTuple):
-    """Costs of steps on the device, with the fields of MeasuredCosts. The tables map a bucket's tokens to seconds; cold
-    is a place in _COLD; pauses has the additional seconds after each of _PAUSES but the first.
+    """Costs of steps on the device, with the fields of MeasuredCosts. `decode` and `mixed` map a bucket's tokens to
+    seconds, `cold_decode` and `cold_mixed` to the additional seconds if all caches are cold. per_key and per_pair are
+    seconds; cold is a place in _COLD; pauses has the additional seconds after each of _PAUSES but the first.
     """
 
     decode: dict[int, float]

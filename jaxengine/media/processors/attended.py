@@ -19,6 +19,7 @@ class AttendedProcessor:
     """Preprocessing of sounds that layers attend to; implements MediaProcessor, but for `process`.
 
     Attributes:
+      modalities: kinds of items that are taken.
       num_frames: number of patches of an item, the tower's unit.
       num_columns: number of columns of its patches.
       rules: constraints on the tokens of transcripts; None for none.

@@ -24,7 +24,9 @@ class GridProcessor:
     which `columns` of `_coordinates` accompany each patch.
 
     Attributes:
+      modalities: kinds of items that are taken.
       token_ids: placeholder token of each modality.
+      tower: the tower's configuration.
       tokenizer: of the model; None without one.
       factor: side in pixels of the square of merged patches that makes one row (embedding) of the tower.
       needs_grid: whether embeddings that are given need a grid; if not, they form one line without it, as the prompt

@@ -19,6 +19,11 @@ class PairedProcessor:
     """MediaProcessor that passes sounds to one processor and all other items to another.
 
     Options (mm_processor_kwargs) are those of images: sounds have none.
+
+    Attributes:
+      seeing, hearing: the processors of all other items, and of sounds.
+      modalities: kinds of items that are taken, those of `seeing` first.
+      settings: text of everything that affects the results of `process`.
     """
 
     def __init__(self, seeing: MediaProcessor, hearing: SoundProcessor):

@@ -44,6 +44,12 @@ class PixtralProcessor(GridProcessor):
     Args:
       folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
         sizes. tokenizer: of the model.
+
+    Attributes:
+      pixels: pixel transform.
+      longest: most pixels of the longer side, before sides are rounded up to multiples of `factor`.
+      rounds: whether settings are in params.json: sides are then rounded to the nearest pixel, else down.
+      marks: texts that end a line and an image.
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):

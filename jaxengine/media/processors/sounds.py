@@ -41,11 +41,17 @@ class SoundProcessor:
       tokenizer: of the model; None without one.
 
     Attributes:
-      token_fields: names in config.json of the placeholder token.
+      modalities: kinds of items that are taken.
+      token_fields: names in config.json of the placeholder token, of which the first counts that it has.
       around: tokens before and after a sound, as templates write them.
       usual_token: token of a configuration that names none; None where it must.
       chunk: number of patches to a multiple of which spectrograms are padded with zeros.
       marks: tokens that are put before and after a sound's embeddings; none where templates write them.
+      tower, num_frames, num_bins: the tower's configuration, its frames of a window and its bins of a frame.
+      features: settings of spectrograms.
+      tokenizer: the model's; None without one.
+      token_id: the placeholder token.
+      settings: text of everything that affects the results of `process`.
     """
 
     modalities: tuple[str, ...] = (AUDIO,)

@@ -82,6 +82,7 @@ class UnitProcessor:
       tokenizer: of the model; None without one.
 
     Attributes:
+      modalities: kinds of items that are taken.
       needs_tokenizer: whether images are represented by text that must be tokenized.
       most_given: limit of units in embeddings that are passed instead of an image.
       defaults, config_defaults: transformers' defaults of missing settings, and of missing fields of config.json.
@@ -91,6 +92,11 @@ class UnitProcessor:
       of_frames: copy of the processor with the pixel transform of videos' frames, of families that take videos.
       places: where settings are, as read_settings takes them.
       needs_settings: whether the checkpoint must have some.
+      tower, side, patch: the tower's configuration, and the sides in pixels of a unit and of a patch.
+      tokenizer, vocab_size: the model's.
+      config_fields: of config.json, with `config_defaults`.
+      pixels: pixel transform of images.
+      settings: text of everything that affects the results of `process`.
     """
 
     modalities: tuple[str, ...] = ("image",)

@@ -70,7 +70,8 @@ def why_not(
     byte) or are above MAX_HEAD_DIM (MAX_ONE_BYTE_HEAD_DIM), more than 64 query heads per kv head, page sizes other than
     8, 16, 32 and multiples of 64, tree masks, slopes and biases by distance, chunks, a window without `causal`, queries
     not of two bytes, a pool of a dtype not in KV_DTYPES, or of two bytes and another dtype than the queries. For values
-    in keys (latents), `why_not_latent` decides instead, save that a one-byte pool or `latents` False rules them out.
+    in keys (latents), `why_not_latent` decides on head dims and query heads instead; a one-byte pool or `latents` False
+    rules them out.
     q_dtype, kv_dtype: None if not known yet, because a schedule is built before them; conditions that depend on them
     are then not checked. tree_mask: whether there is one. latents: whether there is a kernel for values that lie in
     keys.

@@ -50,8 +50,10 @@ class Schedule:
 
 
 def why_not(spec: AttentionSpec, page_size: int, *, tree_mask: bool = False) -> str | None:
-    """Return the reason why the handlers do not support an attention; None if they support it. tree_mask: whether there
-    is one.
+    """Return the reason why the handlers do not support an attention; None if they support it.
+    Not supported: values in keys, head dims that are not multiples of LANES up to MAX_HEAD_DIM, page sizes that are not
+    multiples of LANES, more than 48 query heads per KV head, `spec.xla_only`, `spec.mutual`, and a tree mask.
+    tree_mask: whether there is one.
     """
     if spec.values_in_keys:
         return "values that lie in keys"
@@ -125,7 +127,7 @@ def ragged_paged_attention(
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them; sinks, tree_mask and those of
     `rest` may be None. schedule: result of this module's `attention_schedule`. Plain XLA computes what the handlers do
-    not support, and calls whose schedule is XLA's.
+    not support, which is logged once per reason, and calls whose schedule is XLA's.
     """
     num_tokens, heads, _ = q.shape
     reason = why_not(spec, kv.page_size, tree_mask=tree_mask is not None)

@@ -46,7 +46,8 @@ def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) 
     """Return the TPU kernel's work list of the step, or XLA's for what the kernel does not support: slopes and
     biases by distance, and chunks before a token's own (`spec.xla_only`).
 
-    options: as in attention.op.attention_schedule; `tuning` is required.
+    options: as in attention.op.attention_schedule; `tuning` is required. Raises ValueError where the kernel is chosen
+    and `kv_limits` or a window without `causal` is given.
     """
     return (schedules if spec.xla_only is None else xla_schedule).attention_schedule(batch, spec, **options)
 
@@ -122,7 +123,7 @@ def attend_tiles(
     in_words: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Run one kernel call: return o [T, N, Hv] in q's dtype and lse f32 [T, N] of the tokens of `walk`, 0 and -inf for
-    all others.
+    all others, save that those of a tile without segments between two with some may be undefined.
 
     block_q: tokens per tile of `walk`. sizes: the tuning that `walk` was built with. seen: i32 [T, n], for tiles of one
     token, 0 for those of the first n keys of its sequence that it does not see; None if it sees all up to the end of

@@ -62,8 +62,9 @@ def tile_inputs(size: int) -> int:
 
 
 def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memory: bool = False) -> int:
-    """Return the most rows of a tile, `usual` or fewer, because registers must hold a tile, and tensor memory the sums
-    of two steps.
+    """Return the most rows of a tile: `usual`, but at most FEWER_ROWS for pairs of codes with more than two sums, or
+    with tensor memory for several sums, because registers must hold a tile; and as many as tensor memory holds the sums
+    of two steps of.
 
     size, num_scales: inputs of the matrix, and scales along them. codes: dtype of the stored codes. tensor_memory:
     whether for the kernel of Blackwell cards.
