@@ -304,8 +304,8 @@ class Rank:
         """Return the slots that decode in this step, i64 [n] ascending, after allocating a page of every group for each
         slot that needs one: all that can, or with micro-batches a share of them (`_next_share`).
 
-        If there are too few pages, requests are preempted, the last in order first. num_in_flight: number of steps
-        whose tokens are not known yet.
+        If there are too few pages, those behind the windows of these slots are freed, and requests are preempted, the
+        last in order first. num_in_flight: number of steps whose tokens are not known yet.
         """
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)

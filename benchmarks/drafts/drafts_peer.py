@@ -46,7 +46,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     output tokens per second in the fastest of args.rounds rounds, after one to warm up, and their ratios.
 
     Installs the peer into `args.venv_dir`, writes each process's log there, and sets the versions in the recorder's
-    notes.
+    notes. Prints what it loads; numbers are rounded.
     """
     args.venv_dir.mkdir(parents=True, exist_ok=True)
     job = {"gguf": str(default_model_path()), "threads": os.cpu_count() or 1, "folder": str(args.venv_dir)}

@@ -246,7 +246,7 @@ def train(
     The learning rate rises linearly and falls to 0. lm_head: f32[DRAFTED, D]. data: from `prepare`; its last tenth is
     held out. The loss is the cross-entropy of the head's two passes (`Head.logits`), the second weighted by half. Every
     25 steps, and after the last, a row with the loss and both passes' accuracy on the held-out texts goes to
-    `recorder`.
+    `recorder`. Numbers are rounded.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-4, max(steps // 10, 1), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))

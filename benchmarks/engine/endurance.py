@@ -43,7 +43,7 @@ OPTIONS = {
 
 def run(args: Namespace, recorder: Recorder) -> None:
     """Serve `args.requests` requests in each mode; add a row for each tenth and process: its KiB, and by how many it
-    grew per 1,000 requests since the tenth before, None for the first.
+    grew per 1,000 requests since the tenth before, None for the first. Growth is rounded.
     """
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, SIZES, tie_word_embeddings=True)

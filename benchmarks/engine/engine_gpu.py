@@ -32,7 +32,7 @@ OPTIONS = {
 def run(args: Namespace, recorder: Recorder) -> None:
     """Start the engine, then measure each number of sequences; every result becomes a row. Skips rows of a resumed run.
 
-    The engine is started again for a resumed run unless all rows exist.
+    The engine is started again for a resumed run unless all rows exist. Numbers are rounded.
     """
     num_seqs = [*args.num_seqs] or ([2] if args.tiny else [64, 256, 1, 16, 128, 4])
     input_len, output_len, num_steps = (12, 6, 4) if args.tiny else (512, 128, 64)
@@ -108,7 +108,7 @@ def measure(llm: Any, num_seqs: int, input_len: int, output_len: int, num_steps:
     """Run `num_seqs` random prompts to their end, then time decode steps; return a row: output "tokens_per_s", the
     longest "first_token_ms", the milliseconds of the parts of a step, and what `idle` returns.
 
-    input_len, output_len: tokens of each prompt and output. num_steps: decode steps to time.
+    input_len, output_len: tokens of each prompt and output. num_steps: decode steps to time. Numbers are rounded.
     """
     from jaxengine.bench.engine_run import run_workload
     from jaxengine.bench.workloads import fixed_lengths

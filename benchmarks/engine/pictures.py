@@ -329,7 +329,7 @@ async def again(client: Client) -> tuple[dict[str, Any], bool]:
     """Run the part `again`: ask about NUM_AGAIN images twice, one after the other, then measure tokens a second of
     prompts of text, of new images and of images seen before. Return (row, whether the second requests encoded no image
     and found over 0.8 of their tokens in the prefix cache, and nothing was compiled). Raises AssertionError for a
-    request that fails.
+    request that fails. Times and rates are rounded.
     """
     rng = random.Random(2)
     bodies = [question([picture(rng, 640, 480)], 16) for _ in range(NUM_AGAIN)]
@@ -359,7 +359,7 @@ async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> t
     in milliseconds next to a request without an image ("longest_ms_alone"), with one of half the side, and of the
     whole.
 
-    side: pixels of the largest image's side. num_tokens: of each stream.
+    side: pixels of the largest image's side. num_tokens: of each stream. Gaps are rounded.
     """
     rng, longest = random.Random(3), {name: list[float]() for name in ("alone", "half", "whole")}
     failed = 0

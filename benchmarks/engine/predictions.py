@@ -61,6 +61,7 @@ def row(unit: str, predicted: float | None, measured: float, *, exact: bool = Fa
     """Return the columns of a row; "ratio" is measured over predicted, None without a prediction.
 
     unit: of both numbers. predicted: None if nothing predicts the number. exact: "kept" is False unless both are equal.
+    The ratio is rounded to three digits.
     """
     found = {"unit": unit, "predicted": predicted, "measured": measured}
     found["ratio"] = round(measured / predicted, 3) if predicted else None

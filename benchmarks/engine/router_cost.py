@@ -29,7 +29,7 @@ _PREFIXES, _MOST_PAGES = 256, 1_300_000
 def measure(num_replicas: int, args: Namespace) -> dict[str, float]:
     """Fill an index of `num_replicas` replicas and return its row: "replicas"; "pages" of each, at most args.pages;
     "known" and "new", the median microseconds of a choice for prompts with and without a prefix that replicas have; and
-    "digest", the mean microseconds of a page's update.
+    "digest", the mean microseconds of a page's update. Times are rounded.
     """
     draw, index = random.Random(0), Replicas()
     pages = min(args.pages, _MOST_PAGES // num_replicas)

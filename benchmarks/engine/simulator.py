@@ -88,7 +88,7 @@ def run_engine(llm: Any, prompts: Sequence[np.ndarray], outputs: Sequence[int], 
 
     outputs: tokens of each output. arrivals: seconds from now, ascending. Clears the prefix cache first. What this
     process holds is left out of garbage collections meanwhile, as in the server's engine process: the steps that were
-    measured before are so many objects that a collection which visits them all delays a step.
+    measured before are so many objects that a collection which visits them all delays a step. Times are rounded.
     """
     core, engine = llm.core, llm.core.engine
     times = _Times()
@@ -124,7 +124,7 @@ def run_engine(llm: Any, prompts: Sequence[np.ndarray], outputs: Sequence[int], 
 
 
 def simulated_row(outcome: Outcome) -> Row:
-    """Return the row of a simulated run, with the columns of the row that `run_engine` returns."""
+    """Return the row of a simulated run, with the columns of the row that `run_engine` returns. Times are rounded."""
     counts = {
         "steps": outcome.stats.num_steps,
         "padding": outcome.stats.num_padding_tokens,
@@ -143,7 +143,7 @@ def _counts(engine: Engine) -> dict[str, int]:
 
 def _quantiles(first: np.ndarray, intervals: np.ndarray) -> Row:
     """Return p50 and p99, in milliseconds, of the times to the first token and of the intervals, both given in
-    seconds.
+    seconds. They are rounded to three digits.
     """
     return {
         f"{name} p{share}": round(float(np.percentile(values, share)) * 1e3, 3)
@@ -277,7 +277,7 @@ def started(name: str, options: dict[str, Any], case: Case) -> Row:
     """Start an engine without a compile cache and run a trace with all arrivals at once; return a row.
 
     The row has the number of programs, seconds until the engine is ready, padding in percent of the computed tokens,
-    and the seconds of the run. options: of the engine, with a "compilation_config".
+    and the seconds of the run. options: of the engine, with a "compilation_config". Numbers are rounded.
     """
     from jaxengine import LLM
 

@@ -116,7 +116,7 @@ def median_seconds(run: Callable[[], Any], least: float = 0.02) -> float:
 
 def copy_bandwidth(num_bytes: int) -> dict[str, float]:
     """Measure an elementwise operation that reads and writes `num_bytes`, half each; return {"bytes_per_s",
-    "GB_per_s"}.
+    "GB_per_s"}. The latter is rounded.
     """
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.zeros(num_bytes // 8, jnp.float32)
@@ -132,7 +132,7 @@ def copy_bandwidth(num_bytes: int) -> dict[str, float]:
 
 def matmul_rate(width: int) -> dict[str, float]:
     """Measure a bfloat16 product of two [width, width] matrices, summed in float32; return {"flops_per_s",
-    "TFLOP_per_s"}.
+    "TFLOP_per_s"}. The latter is rounded.
     """
     keys = jax.random.split(jax.random.key(0))
     x, y = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
@@ -224,7 +224,8 @@ def kv_write(num_tokens: int, least: int, bytes_per_s: float | None) -> dict[str
     """Time the write of the keys and values of `num_tokens` tokens, 8 heads of 128 in bfloat16, into a donated pool.
 
     least: the pool takes about half as many bytes, or room for 2 * num_tokens if that is more. bytes_per_s: of a copy,
-    None if it was not measured. Returns "us", "GB_per_s" and, if bytes_per_s is known, "percent_of_copy".
+    None if it was not measured. Returns "us", "GB_per_s" and, if bytes_per_s is known, "percent_of_copy". Numbers are
+    rounded.
     """
     case = AttentionCase(1, 1, max(2 * num_tokens, least // 8192))
     kv = _random_pool(case, 1)

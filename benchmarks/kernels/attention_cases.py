@@ -176,7 +176,7 @@ def shares(case: AttentionCase, timed: Timed, limits: dict[str, float | None]) -
     """Return the row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percentages of the limits.
 
     limits: "bytes_per_s" of a copy and "flops_per_s" of a matmul; a limit that is None or missing has no percentage.
-    The row has "compile_s" if it was measured.
+    The row has "compile_s" if it was measured. Numbers are rounded.
     """
     rates = {"bytes_per_s": case.bytes / timed.seconds, "flops_per_s": case.flops / timed.seconds}
     row: dict[str, Any] = {"us": round(timed.seconds * 1e6, 1), "GB_per_s": round(rates["bytes_per_s"] / 1e9, 1)}

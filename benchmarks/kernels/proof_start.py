@@ -76,7 +76,8 @@ def start_here(options: dict[str, Any]) -> None:
 
 def _row(llm: Any, wall: float, processor: float, proof_wall: float, proof_processor: float) -> Row:
     """Return the row of a start. All times are in seconds; those of the start include the proof's. "share" is the
-    proof's processor time over that of the rest of the start. "calls": number of verdicts in the compile cache.
+    proof's processor time over that of the rest of the start. "calls": number of verdicts in the compile cache. Numbers
+    are rounded.
     """
     from jaxengine.runner.executables.verdicts import all_verdicts
 

@@ -164,7 +164,7 @@ def copied_bytes(pool: Any) -> Iterator[set[int]]:
 
 def measure_tpu(target: str, name: str, op: str) -> dict[str, Any]:
     """Compile an operation's kernel of a model for a TPU and return its figures: "MiB moved", "moved / needed" and
-    "MiB" of temporaries. Raises ValueError unless all its copies from the pool have one size.
+    "MiB" of temporaries. Raises ValueError unless all its copies from the pool have one size. Numbers are rounded.
     """
     model = MODELS[name]
     function, arguments = shapes_of(model, op, "tpu")
@@ -183,7 +183,8 @@ def measure_tpu(target: str, name: str, op: str) -> dict[str, Any]:
 
 def measure(target: str, name: str, op: str, *, plain: bool) -> dict[str, Any]:
     """Compile an operation of a model for a CUDA card and return its figures: "launches", "MiB moved", "moved /
-    needed", "MiB" of temporaries and, for a kernel, "registers" and "spilled bytes". plain: as plain XLA.
+    needed", "MiB" of temporaries and, for a kernel, "registers" and "spilled bytes". plain: as plain XLA. Numbers are
+    rounded.
     """
     model, platform = MODELS[name], PLATFORMS[target]
     function, arguments = shapes_of(model, op, platform)

@@ -97,7 +97,7 @@ def keys_loaded(items: Any, spec: AttentionSpec, lengths: list[tuple[int, int]])
 def measure(target: str, shape: str, step: str) -> dict[str, Any]:
     """Compile one layer's attention for a target and return its figures: "launches", "MiB" of temporaries, the kernel's
     "registers", "spilled bytes" and "KiB of shared memory", and "loads of a key". shape, step: keys of SHAPES and
-    STEPS.
+    STEPS. Numbers are rounded.
     """
     lengths, num_tokens, num_seqs = STEPS[step]
     num_heads, num_kv_heads, width, dtype, options = SHAPES[shape]

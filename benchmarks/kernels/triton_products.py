@@ -44,7 +44,7 @@ def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> d
     "registers", "spilled bytes" and "KiB of shared memory".
 
     form, matrix: keys of FORMS and MATRICES. rows: of the left operand. plain: as plain XLA, whose figures have no
-    registers, spills and shared memory.
+    registers, spills and shared memory. The ratio is rounded.
     """
     codes, group, has_zeros = FORMS[form]
     size, out = MATRICES[matrix]

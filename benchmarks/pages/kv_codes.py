@@ -55,7 +55,7 @@ def measure(kind: str, exact: dict[str, np.ndarray]) -> Row:
     the recorded tokens that are the most likely ones, and the mean absolute error of the recorded tokens'
     log-probabilities.
 
-    exact: log-probabilities to compare with, by text. Those that it lacks are added to it.
+    exact: log-probabilities to compare with, by text. Those that it lacks are added to it. Numbers are rounded.
     """
     llm = LLM(**ENGINE, kv_cache_dtype=kind)
     plan = llm.core.runner.plan

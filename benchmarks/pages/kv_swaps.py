@@ -235,7 +235,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 def _measure(kind: str, args: Namespace, recorder: Recorder) -> None:
     """Compare one kind of page in blocks of requests, after those that its row in `recorder` has; after each block
     update the row with the totals. "kept" is whether no request got other tokens, nothing was compiled, requests were
-    swapped, and more than half of those after the first with each document were restored.
+    swapped, and more than half of those after the first with each document were restored. Numbers are rounded.
     """
     same = {"kind": kind, "pages": KINDS[kind][1]["num_gpu_blocks_override"], "at once": _AT_ONCE}
     row: dict[str, Any] = next((each for each in recorder.rows if same.items() <= each.items()), same)

@@ -75,7 +75,8 @@ def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[di
     """Run the conversations on an engine with these tiers, whose pool has a tenth of the pages that all of them take,
     but room for those that run at once; return (row, token ids of each conversation).
 
-    "kept" is whether nothing was compiled and the conversations equal `expected`, unless that is None.
+    "kept" is whether nothing was compiled and the conversations equal `expected`, unless that is None. Numbers are
+    rounded.
     """
     length = args.turns * (args.said + args.answered) + 1
     pages = max(pages_of(args) // 10, args.at_once * -(-length // args.page_size) + args.at_once)

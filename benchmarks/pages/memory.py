@@ -70,7 +70,8 @@ def case_options(name: str, folder: Path) -> dict[str, Any]:
 
 def measure(options: dict[str, Any]) -> Row:
     """Return the row of an engine with these options: its plan's bytes by purpose, the bytes held, their ratios to the
-    plan's, and the numbers of compiled and loaded programs. "kept" is whether both ratios are 1 within LIMIT.
+    plan's, rounded to four digits, and the numbers of compiled and loaded programs. "kept" is whether both ratios are 1
+    within LIMIT.
 
     The engine starts in a process with as many devices as the options need. Raises CalledProcessError if it fails.
     """

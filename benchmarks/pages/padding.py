@@ -98,7 +98,7 @@ def compile_seconds(check: str) -> tuple[float, float]:
     """Return the mean compile seconds (of a decode step, of a mixed step) from a table that `jaxengine check --json`
     wrote.
 
-    check: path of the file.
+    check: path of the file. Both are rounded to a digit.
     """
     rows = [row for row in json.loads(Path(check).read_text())["rows"] if row["step"]]
     kinds = ([row["compile_s"] for row in rows if row["program"].startswith(kind)] for kind in ("decode", "mixed"))
@@ -212,7 +212,7 @@ def evaluate(
     padding at each load, according to `roofline`, its number of programs and the minutes to compile them.
 
     decode, mixed: sizes of the grid. loads: steps of each load, as `simulate` returns them. compile_s: as
-    `compile_seconds` returns it.
+    `compile_seconds` returns it. Numbers are rounded.
     """
     buckets = Buckets(platform.max_num_seqs, platform.max_num_batched_tokens, decode, mixed)
     lost, needed, padded = [], np.zeros(2), np.zeros(2)

@@ -119,7 +119,7 @@ def measure(name: str, lengths: Sequence[int] = LENGTHS, num_seqs: int = NUM_SEQ
     """Return a row for each length: the sequences that a pool holds with all pages kept and with pages before windows
     freed, the ratio of their tokens ("factor"), its `bound`, and how much of that it reaches ("share").
 
-    name: key of SHAPES. num_seqs: sequences that fit with all pages kept.
+    name: key of SHAPES. num_seqs: sequences that fit with all pages kept. Ratios are rounded.
     """
     rows = []
     for length in lengths:

@@ -99,7 +99,8 @@ class Table:
     def add(self, area: str, tried: str, result: str, watched: Watched, *, size: int = 0) -> None:
         """Record a row; "kept" is whether /health answered in time and memory grew within bounds.
 
-        size: bytes of the body, of which memory may grow by BODY_TIMES and 16 MiB; 0 for no limit.
+        size: bytes of the body, of which memory may grow by BODY_TIMES and 16 MiB; 0 for no limit. Milliseconds and MiB
+        are rounded.
         """
         grown = watched.most - watched.before
         kept = not watched.failures and watched.health <= HEALTH_SECONDS

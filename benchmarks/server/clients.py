@@ -80,7 +80,8 @@ def run(options: Namespace, recorder: Recorder) -> None:
     """Install and run the chosen scripts against a server; add a row for each case, and print the Markdown table.
 
     Starts a server unless `options.url` is given; with that and without `options.grpc` the client of gRPC is left out.
-    Replaces the table in the file `options.markdown`.
+    Replaces the table in the file `options.markdown`, between its comments "table" and "end", or creates the file. A
+    script that needs node is left out where there is none.
     """
     scripts = [name for name in SCRIPTS if not options.only or name.startswith(tuple(options.only))]
     if options.url and not options.grpc:
@@ -114,7 +115,7 @@ def install(name: str, folder: Path) -> list[str | Path] | None:
     """Install a script's packages below `folder` unless they are there; return the command that runs the script, None
     if node is missing.
 
-    name: key of SCRIPTS.
+    name: key of SCRIPTS. Prints what it installs.
     """
     packages, home = SCRIPTS[name], folder / Path(name).stem
     language = "node" if name.endswith(".mjs") else "python"
@@ -164,7 +165,7 @@ def run_script(name: str, told: list[str], folder: Path) -> dict[str, Any] | Non
     """Run a client's cases; return {"client": name and versions, "cases": outcome by column}, None if node is missing.
 
     A script that fails as a whole gets a failed case "chat". name: key of SCRIPTS. told: the arguments that `case.py`
-    names. folder: for packages. Raises TimeoutExpired after SCRIPT_SECONDS.
+    names. folder: for packages. Raises TimeoutExpired after SCRIPT_SECONDS. Prints why a script is left out.
     """
     program = install(name, folder)
     if program is None:

@@ -19,7 +19,7 @@ OPTIONS = {"repeats": Option(3, "runs of each, of which the fastest counts")}
 
 def run(args: Namespace, recorder: Recorder) -> None:
     """Measure the parsing of each body by the server's reader and by json.loads, and add a row for it to the
-    recorder.
+    recorder. Milliseconds are rounded.
     """
     for name, body in bodies().items():
         ours, theirs = (_seconds(read, body, args.repeats) for read in (read_json, json.loads))

@@ -97,7 +97,7 @@ def measure(url: str, load: Load, concurrency: int, fields: dict[str, Any]) -> d
 
 def compare(variant: str, args: Namespace, recorder: Recorder) -> None:
     """Measure both servers with weights in one format; add a row for each server and concurrency, of its round with the
-    most output tokens a second.
+    most output tokens a second. Prints each result.
     """
     places = max(args.concurrency)
     log = args.venv_dir / "serve-llama.log"
@@ -117,7 +117,9 @@ def compare(variant: str, args: Namespace, recorder: Recorder) -> None:
 
 
 def _row(variant: str, concurrency: int, name: str, done: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a server. done: its summary. peer: the summary of llama.cpp, over which "ratio" is."""
+    """Return the row of a server. done: its summary. peer: the summary of llama.cpp, over which "ratio" is. The ratio
+    is rounded.
+    """
     latency = done["latency_ms"]
     return {
         "weights": variant,

@@ -116,7 +116,7 @@ class TimedRunner(FreeRunner):
         """Return the median of each of FIGURES, in microseconds from one dispatch to the next, and the number of such
         "steps".
 
-        Only pairs of steps in which `rows` sequences decode count.
+        Only pairs of steps in which `rows` sequences decode count. Times are rounded.
         """
         steps = [
             np.subtract(late.seconds, early.seconds)
@@ -322,7 +322,7 @@ OPTIONS = {
 def run(args: Namespace, recorder: Recorder) -> None:
     """Measure each step time and number of sequences for all rounds; add the rows of the medians.
 
-    Raises OptionError if the process may use fewer than two cores.
+    Raises OptionError if the process may use fewer than two cores. Prints each round.
     """
     cores = sorted(os.sched_getaffinity(0), reverse=True)
     if len(cores) < 2:

@@ -183,7 +183,7 @@ def roofline_us(shape: Shape, target: str) -> float:
 def measure(shape: Shape, target: str) -> dict[str, Any]:
     """Return a row: cycles of a block and of the shape, and microseconds; None for figures that libtpu cannot estimate.
 
-    Raises Unprofiled if it cannot estimate our kernel.
+    Raises Unprofiled if it cannot estimate our kernel. Numbers are rounded.
     """
     ours, theirs = our_cost(shape, target), their_cost(shape, target)
     figures = {

@@ -51,7 +51,7 @@ def measure(target: str, heads: str, mode: str, kind: str) -> dict[str, Any]:
     """Return a row: cycles of a block, cycles of its copies, and "takes", the larger of both.
 
     A prefill has no cycles of copies (None), because many tokens share them. target: TPU. heads: key of HEADS. mode:
-    "decode" or "prefill". kind: dtype of the cache, a key of DTYPES. Raises Unprofiled.
+    "decode" or "prefill". kind: dtype of the cache, a key of DTYPES. Raises Unprofiled. Cycles are rounded.
     """
     decode = mode == "decode"
     row: dict[str, Any] = {"target": target, "heads": heads, "step": mode, "kv": kind}

@@ -53,9 +53,10 @@ class Cost(NamedTuple):
 
 
 def cost(target: str, build: str, step: str, **arguments: Any) -> Cost:
-    """Return the cost of the kernel that `build` ("module:function") makes for a step, a key of TOKENS.
+    """Return the cost of the kernel that `build` ("module:function") makes for a step, a key of TOKENS, rounded.
 
-    If it does not compile, or has no loop over blocks, the bundles are None and `block` is the reason. target: TPU.
+    If it does not compile, or has no loop over blocks, the bundles are None and `block` is the reason, cut to 160
+    characters. target: TPU.
     arguments: of the function and of `profile`.
     """
     sizes = {"decode": step == "decode", "page_size": PAGE_SIZE, "max_pages": MAX_PAGES, "num_tokens": TOKENS[step]}
@@ -78,7 +79,7 @@ def peak_cycles(target: str, step: str, heads: tuple[int, int], head_dim: int) -
     (decode) or NORMAL_TOKENS (prefill) with NORMAL_KEYS keys and values.
 
     A product takes as long as one whose heads fill the unit: a narrower head leaves rows of it idle, of keys, or
-    columns, of values. step: key of TOKENS. heads: query heads and KV heads.
+    columns, of values. step: key of TOKENS. heads: query heads and KV heads. The result is rounded.
     """
     rows, width = heads[0] * (1 if step == "decode" else NORMAL_TOKENS), UNIT_WIDTH[target]
     filled = -(-head_dim // width) * width
@@ -90,7 +91,7 @@ def measure(target: str, step: str, heads: tuple[int, int], head_dim: int, pytho
     keep LIMITS, None without ratios. If tpu-inference's kernel for heads of 128 fails for tpu7x, that with the block
     sizes of v6e is compared, and "their_block" says so.
 
-    step: key of TOKENS. heads: query heads and KV heads. python: interpreter with tpu-inference.
+    step: key of TOKENS. heads: query heads and KV heads. python: interpreter with tpu-inference. Ratios are rounded.
     """
     shape = {"heads": heads, "head_dim": head_dim}
     ours = cost(target, f"{CASES}:ours", step, in_keys=None, part="walk", trips=1, **shape)

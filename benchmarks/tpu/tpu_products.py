@@ -72,7 +72,7 @@ def _layer(target: str, name: str, rows: int, stored: str) -> dict[str, Any]:
     """Return a row with the cycles and bytes of a layer's four products together, the microseconds that reading their
     codes takes ("codes_us") and these over the products' time ("share_of_floor"); or with an error of libtpu.
 
-    target: TPU. name: label of the row. rows: rows of the activations. stored: key of STORED.
+    target: TPU. name: label of the row. rows: rows of the activations. stored: key of STORED. Numbers are rounded.
     """
     chip, own = TARGETS[target], {"target": target, "rows": name, "stored": stored}
     cycles = moved = codes = time = 0.0

@@ -158,7 +158,7 @@ def parts(core: EngineCore, path: str) -> dict[str, float]:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure swaps alone and under streams, and add one row of medians, of gaps the longest."""
+    """Measure swaps alone and under streams, and add one row of medians, of gaps the longest. Numbers are rounded."""
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     core = LLM(**ENGINE, max_num_seqs=args.streams + 1, max_lora_rank=args.rank).core
     with tempfile.TemporaryDirectory() as folder:

@@ -142,7 +142,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 async def _rows(cycles: Cycles, llm: AsyncLLM, total: int, recorder: Recorder) -> None:
     """Run the cycles of `total` that the recorder's rows do not have yet, at levels 1 and 2 alternately and every
     second pair of them busy; add a row after each tenth. Begins no tenth after the deadline. "kept" is whether arrays
-    take no more than in the first row, all tokens were as expected and nothing was compiled.
+    take no more than in the first row, all tokens were as expected and nothing was compiled. Numbers are rounded.
     """
     await cycles.begin()
     first = recorder.rows[-1]["cycles"] if recorder.rows else 0

@@ -282,7 +282,7 @@ class Updates:
 
     def once(self) -> WeightUpdate | None:
         """Run `args.steps` steps and make the next update, with the members of KINDS and KV that are next in turn;
-        return its times, None for an update of the adapter.
+        return its times, None for an update of the adapter. Prints its number.
         """
         for _ in range(self._args.steps):
             self.streams.step()
@@ -303,7 +303,7 @@ class Updates:
     def row(self, done: list[WeightUpdate]) -> dict[str, Any]:
         """Return the row after some updates. done: times of the updates of weights among them.
 
-        Also starts another engine to check runs of tokens.
+        Also starts another engine to check runs of tokens. Numbers are rounded.
         """
         return {
             "updates": self.number,

@@ -152,7 +152,8 @@ def _run(
 
 
 def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
-    """Return this process's environment variables with those added that let a target's compiler run without the device.
+    """Return this process's environment variables with those added that let a target's compiler run without the device:
+    XLA_FLAGS and PYTHONPATH are extended, others replaced.
 
     dumps: folder for the compiler's dumps. profile: have the compiler write cycle estimates.
     """

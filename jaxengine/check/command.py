@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every target in `args.targets`, print the report, and write the files of --save and --json.
+    """Check every target in `args.targets` (separated by commas, repeats ignored), print the report, and write the
+    files of --save and --json. max_model_len is by default the model's context, at most DEFAULT_MODEL_LEN.
 
     Returns 1 if anything failed, else 0. Failures are those of programs, overfull devices, figures worse than the
     baseline's, and, in a check of all programs, programs that only the baseline has. Both files are written also after

@@ -125,7 +125,8 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 def main() -> int:
     """Serve the request on standard input: write one line of JSON, a result like those of `tune`, for each problem.
 
-    The request has "target", "problems", "log", the file of standard error, and "dumps", a folder, which is emptied.
+    The request has "target", "problems", "log", the file of standard error, and "dumps", a folder, from which all files
+    are deleted.
     Results go to standard output, the compilers' output to standard error. Returns 0. Raises ConfigError for an unknown
     target.
     """

@@ -96,8 +96,8 @@ def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | Non
 
 
 def _weight_files(folder: Path, stem: str) -> list[str]:
-    """Return glob patterns of the weight files: the shards that the index in the folder lists, or the single file
-    without an index.
+    """Return glob patterns of the weight files, sorted: the shards that weight_map of the index in the folder lists, or
+    the single file without an index.
 
     stem: beginning of their names. Raises ModelFileError for an index that cannot be read.
     """

@@ -171,7 +171,7 @@ def _makes_types(folder: Path) -> bool:
     """Whether the token types that a folder's tokenizer makes are inputs of the model.
 
     They are if `model_input_names` in tokenizer_config.json has "token_type_ids", or, without that list, unless the
-    class is transformers 5's general one. The file may be absent. Raises ModelFileError for an invalid one.
+    tokenizer_class is transformers 5's general one. The file may be absent. Raises ModelFileError for an invalid one.
     """
     about = read_object(folder, TOKENIZER) or {}
     names = about.get("model_input_names")

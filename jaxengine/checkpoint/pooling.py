@@ -103,8 +103,8 @@ def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, tok
       config: supplies runner, convert, pooler_config, hf_overrides and the parallel sizes.
       token_id: maps a token of the vocabulary to its id, and any other text to None.
 
-    Raises ConfigError for options that contradict the model, ModelConfigError for wrong fields of config.json,
-    ModelFileError for other invalid files.
+    Logs a warning for a model that answers by tokens and has no chat template for pairs. Raises ConfigError for options
+    that contradict the model, ModelConfigError for wrong fields of config.json, ModelFileError for other invalid files.
     """
     crosses = with_cross_encoder(folder, raw)
     architecture = hf_architecture(ConfigFields(crosses or raw))

@@ -146,8 +146,8 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
     """Return a LogitScore module as fields of config.json: classifier_from_token, a list of token ids, and method.
 
-    The score is the logit of a token, minus that of another token if there is one. path: path of the module's folder
-    within `folder`. Raises ModelFileError for invalid fields.
+    The score is the logit of true_token_id, minus that of false_token_id if there is one. path: path of the module's
+    folder within `folder`. Raises ModelFileError for invalid fields, and a module_input_name other than causal_logits.
     """
     fields = ConfigFields(read_object(folder, name := f"{path}/config.json") or {})
     with errors_of(folder / name):
@@ -199,7 +199,8 @@ def _read_splade(folder: Path, path: str) -> Splade:
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
-    """Return (pooling type, whether the tokens of a prepended prompt are pooled) of a Pooling module.
+    """Return (pooling type, whether the tokens of a prepended prompt are pooled) of a Pooling module: pooling_mode, or
+    the mode of an earlier version's switch that is true, and include_prompt, by default True.
 
     The type is MEAN if the module names no mode. path: path of the module's folder within the model's; "" for the
     model's folder itself. Raises ModelFileError if it has no config.json, has a switch that is neither true nor false,
@@ -222,7 +223,8 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
 
 
 def _read_dense(folder: Path, path: str) -> Dense:
-    """Return the sizes and activation of a Dense module from its config.json; by default Tanh, and a bias.
+    """Return the sizes (in_features and out_features, at most MAX_HIDDEN), activation (activation_function, Tanh by
+    default) and whether there is a bias (True by default) of a Dense module from its config.json.
 
     path: path of the module's folder within `folder`. Raises ModelFileError if it has no config.json, and for fields
     that are invalid or not supported.
@@ -274,8 +276,8 @@ def reads_messages(folder: Path, *, parts: bool = False) -> bool:
     """Return whether texts become messages, from which the checkpoint's chat template makes a prompt: whether the
     modality_config of the first module has an entry "message".
 
-    parts: whether contents may be lists of parts ("structured") as well as texts ("flat"). Raises ModelFileError for
-    arguments of the template, and for other contents of messages.
+    parts: whether contents may be lists of parts (its format "structured") as well as texts ("flat"). Raises
+    ModelFileError for arguments of the template, and for other contents of messages.
     """
     file, raw = _read_transformer(folder)
     fields = ConfigFields(raw)

@@ -165,7 +165,7 @@ def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:
 def _look_equal(weights: WeightSource, first: str, second: str) -> bool:
     """Whether up to MAX_ROWS evenly spread rows of two matrices are equal. first, second: names of the matrices.
 
-    Matrices of different shapes, or without two axes, count as equal.
+    Matrices of different shapes, without two axes or without elements count as equal.
     """
     shape = weights.shape(first)
     if shape != weights.shape(second) or len(shape) != 2 or 0 in shape:

@@ -114,5 +114,5 @@ def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedM
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the weight files in a folder, or [path] if it is a file."""
+    """Return the weight files in a folder, those of safetensors first, or [path] if it is a file."""
     return [path] if path.is_file() else [file for pattern in _WEIGHTS for file in path.glob(pattern)]

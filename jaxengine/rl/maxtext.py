@@ -134,7 +134,8 @@ def named_tensors(
 
     Args:
       params: nested mappings, an nnx.State or an nnx.Module; outer keys "params" and "base" are removed.
-      config: the fields of the Hugging Face model's config.json, or the folder with it.
+      config: the fields of the Hugging Face model's config.json, or the folder with it; text_config counts if there is
+        one, and model_type names the family.
       scan_axis: the axis of scanned arrays that counts layers, MaxText's `param_scan_axis`.
 
     Arrays are converted one by one, in host memory, as the iterator reaches them. Raises ValueError for an unknown
@@ -271,8 +272,8 @@ class _Model:
 
     @property
     def _rope_is_interleaved(self) -> bool:
-        """Whether rope rotates neighbouring elements, as MaxText does for Llama 3.1 and later: models of the type
-        "llama" with the rope type "llama3".
+        """Whether rope rotates neighbouring elements, as MaxText does for Llama 3.1 and later: models of the model_type
+        "llama" with the rope_type (or type) "llama3" in rope_parameters or else rope_scaling.
         """
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type"))

@@ -64,8 +64,8 @@ class StageRunner:
         """Store the weights, open the caches of executables, and compile or load the state changes.
 
         params: the model's weights, an nnx.State or its leaves. cache_dir: location of the ExecutableCache, whose
-        ConfigError is raised; on GPUs of several processes nothing is stored. extensions: StageExtensions that have
-        weights of their own.
+        ConfigError is raised; on GPUs of several processes nothing is stored, which is logged. extensions:
+        StageExtensions that have weights of their own.
         """
         self.programs = programs
         self.given: dict[str, Any] = {}

@@ -64,7 +64,7 @@ def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
 
 
 def _most_and_mean(values: np.ndarray) -> dict[str, float]:
-    """Return {"most": the largest value, "mean": the mean} of f64[n]."""
+    """Return {"most": the largest value, "mean": the mean} of f64[n]; n must be at least 1."""
     return {"most": float(values.max()), "mean": float(values.mean())}
 
 

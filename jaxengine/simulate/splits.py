@@ -25,7 +25,7 @@ class SplitRun:
 
     def key(self, limits: Limits) -> tuple[float, ...]:
         """Return a sorting key that puts the best run first: by fewest refused requests, then by most goodput if there
-        are limits, then by the least mean time to the end of a request.
+        are limits, rounded to three digits, then by the least mean time to the end of a request, infinity without one.
         """
         found = as_json(self.outcome, limits)
         good = -round(found["good_requests_per_second"] or 0.0, 3) if limits.given else 0.0

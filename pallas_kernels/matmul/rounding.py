@@ -120,7 +120,7 @@ def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.
 
 def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale: jax.Array | None) -> jax.Array:
     """Round f32 values, shaped by `by_group`, to numbers of `dtype` times the scales `held`, results of `held_scales`;
-    return f32 of the same shape.
+    return f32 of the same shape. Values beyond the least and the largest number become that.
 
     global_scale: that of E4M3 scales, by which the results are then too large; None for scales that are powers of two.
     """

@@ -77,7 +77,9 @@ def load(rooms: tuple[str, ...], store: CodeStore | None = None) -> str:
 
 
 def _load(rooms: tuple[str, ...], store: CodeStore | None = None) -> str:
-    """Return the description that `load` returns. Must be called under _LOCK."""
+    """Return the description that `load` returns; if there is no code, log why and return "". Must be called under
+    _LOCK.
+    """
     try:
         return made(rooms, store)[0]
     # llvmlite raises RuntimeError for what LLVM refuses, and OSError if its own library cannot be loaded.

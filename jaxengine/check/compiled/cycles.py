@@ -56,7 +56,7 @@ def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     TOKENS tokens of a run).
 
     The keys of such a row are "target", "step", "failures", "compile_s", "program" (the kind), "block" ("tokens" and
-    "keys" of a block) and, if libtpu reports them, "cycles". rows: results of Compiler.row, two for each kind, with
+    "keys" of a block) and, if libtpu reports them, "cycles", rounded. rows: results of Compiler.row, two per kind, with
     TRIPS repetitions. Rows without a block, such as those of programs that failed, come first and unchanged. A kind
     with only one of the two programs gets no row; one without cycles gets a row with a failure.
     """

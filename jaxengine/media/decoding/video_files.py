@@ -100,8 +100,8 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
 
 
 def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
-    """Decode the wanted frames, uint8 [H, W, 3] each, upright and in order, from the container's position on; fewer if
-    the file ends early.
+    """Decode the wanted frames, uint8 [H, W, 3] each, upright (to the nearest quarter turn) and in order, from the
+    container's position on; fewer if the file ends early.
 
     stream: PyAV's stream in `container`. wanted: numbers of frames from 0, at least one. size: (width, height) of each
     frame before rotation. until: deadline in time.monotonic seconds. Raises MediaError after the deadline, and for a

@@ -37,7 +37,8 @@ _ISATAP = (0x5EFE, 0x02005EFE)
 def look_up(host: str, port: int, until: float) -> list[Any]:
     """Return the addresses of a host for a TCP connection, in the form of socket.getaddrinfo. Blocks.
 
-    until: deadline in time.monotonic seconds. Raises MediaError for an unknown host, TimeoutError after the deadline.
+    until: deadline in time.monotonic seconds. A lookup that has begun goes on in its thread after the deadline. Raises
+    MediaError for an unknown host, TimeoutError after the deadline.
     """
     try:
         if is_address(host):

@@ -64,9 +64,9 @@ class CohereAsrProcessor(PieceProcessor):
 
     def _read(self, features: ConfigFields) -> None:
         """Set the attributes from the settings of spectrograms: `most` from max_audio_clip_s (35 seconds by default, at
-        most the tower's length), `search` from overlap_chunk_second (5 by default, at most half of that), `window` from
-        min_energy_window_samples, and preemphasis and dither, each from 0 to 1. Raises ModelConfigError for a value
-        that is not allowed.
+        most the tower's length), `search` from overlap_chunk_second (5 by default, at most half of that), both rounded
+        to samples and at least 1, `window` from min_energy_window_samples (a tenth of a second), and preemphasis (0.97)
+        and dither (1e-5), each from 0 to 1. Raises ModelConfigError for a value that is not allowed.
         """
 
         def number(name: str, default: float, most: float) -> float:

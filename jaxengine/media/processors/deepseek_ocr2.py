@@ -100,7 +100,7 @@ class DeepseekOcr2Processor(TilesProcessor):
 
     def _framed(self, picture: np.ndarray, side: int) -> np.ndarray:
         """Return an image, uint8[H, W, 3], scaled to a longer side of `side` pixels, in the middle of a square of
-        `colour`.
+        `colour`. The shorter side is rounded, and at least 1; an odd pixel of margin is after the image.
         """
         height, width = picture.shape[:2]
         scale = side / max(height, width)

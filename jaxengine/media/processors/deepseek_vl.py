@@ -54,7 +54,7 @@ class DeepseekVLProcessor(UnitProcessor):
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Return ([the image in the middle of one square], (1, 1)). Its longer side is scaled to that of the square,
-        and the shorter in proportion, to at least `least`. picture: uint8[H, W, 3]. options: ignored.
+        and the shorter in proportion, rounded, to at least `least`. picture: uint8[H, W, 3]. options: ignored.
         """
         del options
         height, width = picture.shape[:2]

@@ -78,6 +78,9 @@ class Gemma4Processor(GridProcessor):
         """Return a modality's settings from the checkpoint's folder. If it has none for videos that can be read, those
         of images are used with the videos' default budget.
 
+        patch_size and pooling_kernel_size (16 and 3 by default) must be the tower's, and max_soft_tokens (280, or 70
+        for videos) at most `_most`. Without do_normalize, image_mean and image_std, values are not normalised.
+
         Raises ModelFileError for a missing or invalid file, and for settings that do not fit the tower.
         """
         path, fields = _found(folder, modality)

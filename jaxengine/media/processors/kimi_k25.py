@@ -54,7 +54,9 @@ class KimiMediaProcessor(KimiVLProcessor):
 
     def _settings(self, found: ConfigFields) -> tuple[ConfigFields, int]:
         """Return (settings, limit of patches along a side): the settings `found`, or their media_proc_cfg, with
-        defaults; and patch_limit_on_one_side, else max_height of `size`, else 512.
+        defaults; and patch_limit_on_one_side, else max_height of `size`, else 512. That is a multiple of the tower's
+        merge, up to 2,048, and max_width equals it; patch_size, merge_size and merge_kernel_size are the tower's, and
+        fixed_output_tokens, in_patch_limit_video and timestamp_mode the usual ones, if given.
 
         Raises ModelConfigError for settings that do not fit the tower.
         """

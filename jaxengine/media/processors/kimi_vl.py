@@ -75,6 +75,7 @@ class KimiVLProcessor(GridProcessor):
         """Return the pixel transform and the limit of patches of an image, in_token_limit (4,096 by default), from the
         settings of images, `found`.
 
+        patch_size and merge_kernel_size (2 by 2 by default) must be the tower's, and pad_input, False by default, true.
         Raises ModelConfigError for invalid settings and those that do not fit the tower.
         """
         fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)

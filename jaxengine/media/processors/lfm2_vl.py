@@ -61,8 +61,9 @@ class Lfm2VlProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's placeholder token, pixel transform, limits and tile size. Raises ModelConfigError
-        without a tokenizer and for an invalid placeholder token, ModelFileError for missing or invalid settings.
+        """Read the checkpoint's placeholder token (image_token_id, 396 by default), pixel transform (by default
+        bilinear, mean and deviation 0.5), limits and tile size. Raises ModelConfigError without a tokenizer and for an
+        invalid placeholder token, ModelFileError for missing or invalid settings.
         """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")

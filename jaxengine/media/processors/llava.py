@@ -42,8 +42,8 @@ class LlavaProcessor(UnitProcessor):
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set size, crops (do_center_crop; by default whether the size is a shortest_edge) and pads (do_pad;
-        False for other processors than LLaVA's, which pad batches). Raises ModelConfigError if the resulting square is
-        not of the tower's image_size.
+        False for other processors than LLaVA's, which pad batches). Raises ModelConfigError if the resulting square, of
+        crop_size (224 by default) if it crops, is not of the tower's image_size.
         """
         kinds = ("shortest_edge",), ("height", "width")
         self.size = read_size(fields, "size", *(kinds[::-1] if _kind(fields) == "Siglip" else kinds))

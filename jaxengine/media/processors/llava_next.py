@@ -36,7 +36,8 @@ class LlavaNextProcessor(LlavaProcessor):
     tilings: tuple[tuple[int, int], ...]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read and set the settings of LLaVA, except `pads`, which is False whatever do_pad says, and the tilings.
+        """Read and set the settings of LLaVA, except `pads`, which is False whatever do_pad says, and the tilings
+        (image_grid_pinpoints). crop_size, too, must be the tower's image_size, if it is given.
 
         Raises ModelConfigError for sizes other than the tower's, for tilings that differ from config.json's, and for
         more than _MAX_TILES tiles.
@@ -147,7 +148,8 @@ class LlavaNextProcessor(LlavaProcessor):
     def _without_black(height: int, width: int, lines: int, columns: int) -> tuple[int, int, int, int]:
         """Return the first line, first column, lines and columns of the patches that are not black margin.
 
-        height, width: size of the image in pixels; lines, columns: numbers of the patches of all tiles.
+        height, width: size of the image in pixels; lines, columns: numbers of the patches of all tiles. A margin is
+        rounded down to whole patches, the same on both sides.
         """
         if width / height > columns / lines:
             cut = (lines - int(round(height * (columns / width), 7))) // 2

@@ -342,7 +342,8 @@ def _slices(height: int, width: int, resolution: int, most: int) -> tuple[int, i
 
 
 def _read_marks(folder: Path) -> dict[str, str]:
-    """Return the texts named by _MARKS, from the tokenizer_config.json in a checkpoint's folder or else transformers'.
+    """Return the texts named by _MARKS, from the tokenizer_config.json in a checkpoint's folder, its
+    extra_special_tokens first, or else transformers'.
     Raises ModelFileError for a value that is not text.
     """
     found = read_object(folder, "tokenizer_config.json") or {}

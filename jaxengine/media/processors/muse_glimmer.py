@@ -183,8 +183,8 @@ class MuseGlimmerProcessor(GridProcessor):
 
 def _grids(limit: int) -> list[tuple[int, int]]:
     """Return grids (rows, columns) of squares, the squarest first, of which one has as many as any image that is shrunk
-    to `limit` squares: those within the limit and the aspect ratio, and a line of one square's height, which may exceed
-    the limit.
+    to `limit` squares: those within the limit and the aspect ratio, and, for a limit below the aspect ratio, a line of
+    one square's height, which may exceed the limit.
     """
     sides = range(math.isqrt(limit), 0, -1)
     within = [(side, min(limit // side, MAX_ASPECT_RATIO * side)) for side in sides]

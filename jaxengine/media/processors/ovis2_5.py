@@ -71,7 +71,8 @@ class Ovis2_5Processor(TokenPositions):
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels of an image or a video's frames after resizing: if a side is below `factor`
-        pixels, the shorter one is first enlarged to it, then Qwen2-VL's rule applies.
+        pixels, the shorter one is first enlarged to it and the other in proportion, rounded; then Qwen2-VL's rule
+        applies.
 
         Raises RequestError for an extreme aspect ratio.
         """

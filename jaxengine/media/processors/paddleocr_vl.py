@@ -28,7 +28,7 @@ class PaddleOcrVLProcessor(Qwen2VLProcessor):
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels of an image after resizing: a side below `factor` pixels is first enlarged
-        to it, then Qwen2-VL's rule applies.
+        to it, and the other in proportion, rounded; then Qwen2-VL's rule applies.
 
         Raises RequestError for an extreme aspect ratio.
         """

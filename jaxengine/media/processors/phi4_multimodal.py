@@ -249,7 +249,7 @@ def _scaled(values: np.ndarray, side: int) -> np.ndarray:
 
 def _taps(size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the four indices along an axis of `size` values that each of `side` new ones is made of, int[4, side], and
-    their shares, f32[4, side] (Keys 1981, a = _KEYS).
+    their shares, f32[4, side] (Keys 1981, a = _KEYS). The first and the last index stand for those beyond them.
     """
     spot = (np.arange(side) + 0.5) * (size / side) - 0.5
     low = np.floor(spot)

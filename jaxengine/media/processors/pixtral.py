@@ -160,7 +160,7 @@ class PixtralProcessor(GridProcessor):
 
 def _settings(folder: Path, fields: ConfigFields) -> tuple[Path, ConfigFields]:
     """Return (file, settings) of a checkpoint's images: in Mistral AI's format, without a file of such settings, the
-    size of images that params.json gives. fields: content of config.json. Raises ModelFileError and ModelConfigError
+    vision_config.image_size as longest edge. fields: content of config.json. Raises ModelFileError and ModelConfigError
     for missing or invalid settings.
     """
     if (folder / PARAMS_FILE).exists() and not any((folder / name).exists() for name in (WHOLE, IMAGES[1])):

@@ -109,7 +109,8 @@ class Qwen2VLProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _has_frames(self, folder: Path) -> bool:
-        """Return whether the settings of videos cut frames into the tower's patches.
+        """Return whether the settings of videos cut frames into the tower's patches: patch_size, temporal_patch_size
+        and merge_size are the tower's, or missing without a default. Raises ModelFileError if there are none.
 
         transformers writes its class's defaults where only images have settings, as for a tower with other patches than
         published ones; such a model takes images alone.
@@ -212,7 +213,8 @@ class Qwen2VLProcessor(GridProcessor):
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels of an image or a video's frames after resizing, as by transformers'
-        smart_resize: multiples of `factor` near the aspect ratio, with a number of pixels within `capped` bounds.
+        smart_resize: the nearest multiples of `factor`; or, if these have a number of pixels outside of the `capped`
+        bounds, those of the size that is shrunk or enlarged to the bound (`shrunk`, `grown`).
 
         bounds: bounds of the pixels of an image or frame. Raises RequestError if one side is more than MAX_ASPECT_RATIO
         times the other.

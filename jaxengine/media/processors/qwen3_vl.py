@@ -159,8 +159,9 @@ def resized_frames(
     num_frames: int, height: int, width: int, bounds: Bounds, factor: int, depth: int
 ) -> tuple[int, int]:
     """Return (height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL: a side
-    below `factor` is first enlarged to it, and then sides become multiples of `factor` within the bounds, for which
-    there are at least `depth` frames.
+    below `factor` is first enlarged to it, the other in proportion, and then sides become the nearest multiples of
+    `factor`, or those of the size that is shrunk or enlarged to the bounds (`shrunk`, `grown`). For the bounds there
+    are at least `depth` frames, and the number is rounded to a multiple of it.
 
     bounds: bounds of the pixels of all frames together. factor: side in pixels of one row of the tower. depth: frames
     of a patch. Raises RequestError if one side is more than MAX_ASPECT_RATIO times the other.

@@ -52,7 +52,8 @@ class UsmMel:
         """Return the settings of a feature extractor (`fields`), with transformers' defaults: frame_length_ms (20),
         min_frequency (0), max_frequency (8,000), input_scale_factor (1), preemphasis (0), preemphasis_htk_flavor
         (True), mel_floor (0.001), per_bin_mean (0), per_bin_stddev (1), and fft_overdrive (False), which doubles the
-        length of transforms, otherwise the next power of two. num_bins: mel bins of the tower.
+        length of transforms, otherwise the next power of two. frame_length_ms is rounded to samples, at least 2, which
+        a frame_length beside it must equal. num_bins: mel bins of the tower.
 
         Raises ModelConfigError for values out of range.
         """

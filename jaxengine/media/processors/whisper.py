@@ -138,7 +138,8 @@ def _named_tokens(tokenizer: Any, raw: Mapping[str, Any], config_json: Mapping[s
     no_timestamps_token_id, and lang_to_id and task_to_id unless the model is of English alone.
 
     tokenizer: None without one. The result is empty without a tokenizer, and for one without the token that switches
-    timestamps off. raw: content of GENERATION. config_json: content of config.json.
+    timestamps off. raw: content of GENERATION, whose is_multilingual says whether the model is of English alone, or
+    else the vocab_size of config_json, the content of config.json, does.
     """
     if tokenizer is None or (no_timestamps := tokenizer.backend.token_to_id(_NO_TIMESTAMPS)) is None:
         return {}

@@ -405,7 +405,9 @@ def _step(at: int, part: str) -> int:
 
 
 def _default_folder() -> Path:
-    """Return the user's cache folder for executables. Raises RuntimeError for a user without a home folder."""
+    """Return the user's cache folder for executables, below XDG_CACHE_HOME if that is an absolute path, else below
+    ~/.cache. Raises RuntimeError for a user without a home folder.
+    """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification has relative ones ignored.
     return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "jaxengine" / "executables"

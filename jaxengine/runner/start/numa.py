@@ -33,8 +33,8 @@ _MPOL_BIND = 2
 
 
 def bind_process(nodes: Sequence[int] | None, cpus: Sequence[str] | None) -> None:
-    """Bind this process to NUMA nodes: its threads to their CPUs, its memory to theirs. Call it before jax starts its
-    threads.
+    """Bind this process to NUMA nodes: its threads to their CPUs, its memory to theirs, and log that. Call it before
+    jax starts its threads.
 
     nodes: None for those of all GPUs and TPUs that this process may use. cpus: lists of CPUs, such as "0-3", instead of
     the nodes'. Raises ConfigError on other systems than Linux, for nodes that this host does not have, for `cpus` that

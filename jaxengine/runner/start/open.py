@@ -164,9 +164,9 @@ def load_runner(
     error.
 
     Every process of an engine calls this. If keys and values are stored as codes and `known_scales` has no scales for
-    them, they are measured on random tokens. source, config, platform, devices, mesh: results of `open_resolved`.
-    peers: the engine's other processes; ALONE for none. Raises ConfigError for sizes or memory that do not fit, and if
-    several processes would have to measure scales; ModelFileError for weights that do not fit.
+    them, they are measured on random tokens, which is logged. source, config, platform, devices, mesh: results of
+    `open_resolved`. peers: the engine's other processes; ALONE for none. Raises ConfigError for sizes or memory that do
+    not fit, and if several processes would have to measure scales; ModelFileError for weights that do not fit.
     """
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
     with source.closing_on_error():

@@ -97,7 +97,7 @@ class Spread:
 
     def forget_with(self, new: Any) -> None:
         """Order the other processes to drop their new weights once `new`, this process's part of the weights, is
-        garbage-collected.
+        garbage-collected; not when this process ends.
         """
         weakref.finalize(new, self._orders.leave, "forget_weights", key=self.key).atexit = False
 

@@ -100,7 +100,9 @@ class Shape:
 
     @property
     def per_split(self) -> int:
-        """Number of tiles of inputs that a CTA adds up."""
+        """Number of tiles of inputs that a CTA adds up: all, or so few that there are up to two CTAs per
+        multiprocessor, but no fewer than products.least_tiles.
+        """
         tiles = self.size // self.inputs
         splits = _CTAS * self.products.num_ctas // (self.most_visits * self.num_modules)
         return -(-tiles // max(min(splits, tiles // self.products.least_tiles), 1))

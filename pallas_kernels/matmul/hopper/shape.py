@@ -209,7 +209,9 @@ class Shape:
 
     @property
     def per_split(self) -> int:
-        """Number of tiles of inputs that a CTA adds up."""
+        """Number of tiles of inputs that a CTA adds up: all, or so few that there are up to sizes.shared CTAs per
+        multiprocessor, but no fewer than sizes.least_tiles.
+        """
         splits = max(self.sizes.num_ctas * self.sizes.shared // (self.row_tiles * self.out_tiles), 1)
         splits = min(splits, max(self.input_tiles // self.sizes.least_tiles, 1))
         return -(-self.input_tiles // splits)

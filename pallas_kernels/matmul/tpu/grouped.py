@@ -275,7 +275,8 @@ def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
 
 def blocks_of(mean: int, most: int) -> tuple[int, ...]:
     """Return, in ascending order, the numbers of rows of a product for which there is code, at most `most`: closely
-    spaced up to about `mean`, the size of an average group.
+    spaced from half of `mean`, the size of an average group, to one and a half, with a fourth, twice and four times
+    `mean` next to these; only the last two exceed _MOST_ROWS. Each is a multiple of STEP or `most`.
 
     The block for a group of about `mean` rows is about a tenth larger than the group.
     """
