@@ -92,7 +92,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     were accepted by position.
 
     Each time is the best of `args.rounds`, after one to warm up. args.always: drafts are always of the largest width.
-    Raises OptionError if --method and --draft do not fit together.
+    Raises OptionError if --method and --draft do not fit together. Numbers are rounded.
     """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     if args.method and (args.method == "grammar") == bool(args.draft):

@@ -128,7 +128,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     fastest of `args.rounds` rounds, after one to warm up: tokens a second, peak MiB and the embeddings' difference.
 
     sentence-transformers is installed into args.venv_dir unless args.python names an interpreter that has it. Prints to
-    stderr how many programs were compiled after start-up.
+    stderr how many programs were compiled after start-up. Numbers are rounded.
     """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     python = Path(args.python) if args.python else install(PEER, args.venv_dir)

@@ -128,7 +128,7 @@ def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict
 
     Returns "step_ms" and "device_ms", milliseconds per step, and "idle_percent", the share in which the device waited
     for the host, at least 0. num_steps: steps to time in each case. Replaces `runner.execute` meanwhile, and aborts the
-    requests at the end.
+    requests at the end. Numbers are rounded.
     """
     import jax
 

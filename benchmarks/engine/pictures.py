@@ -278,7 +278,7 @@ async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float)
     was refused clearly and no stream failed).
 
     num_tokens: of each stream. num_rounds: rounds of all three modes. pace: seconds from an answer to the next hostile
-    request.
+    request. Numbers are rounded.
     """
 
     def streams() -> list[dict[str, Any]]:

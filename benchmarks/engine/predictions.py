@@ -144,6 +144,7 @@ def steps(plan: Any, llm: Any, sizes: Sizes) -> dict[str, dict[str, Any]]:
     measured.
 
     There is no row of bytes if the compiler does not count them, and no predicted time without the chip's bandwidth.
+    Numbers are rounded.
     """
     from jaxengine.check.model.roofline import step_work
     from jaxengine.scheduler.batches.buckets import Bucket

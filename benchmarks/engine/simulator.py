@@ -231,7 +231,7 @@ def as_they_come(
 
     load: arrival rate as a share of the requests per second that the simulated engine manages. repeats: runs of each
     trace. Each run is simulated with costs that were measured right before and right after it; the row has the medians
-    of both.
+    of both. Numbers are rounded.
     """
     runner = llm.core.runner
     measured_round(llm)  # warms caches up

@@ -61,7 +61,7 @@ def _product(kind: str, native: bool, x: jax.Array, matrix: tuple[jax.Array, ...
 def measure(kind: str, rows: int, inputs: int, outputs: int, rounds: int) -> dict[str, Any]:
     """Return the row of a product of x [rows, inputs] and a matrix [inputs, outputs]: best microseconds of each
     implementation over `rounds`, the machine code's bytes a second, and "ratio", XLA's time over the machine code's.
-    kind: see `_product`.
+    kind: see `_product`. Numbers are rounded.
     """
     rng = np.random.default_rng(0)
     size = sum(part.nbytes for part in _matrix(kind, inputs, outputs, rng))

@@ -113,7 +113,7 @@ OPTIONS = shared(targets=("sm_80", "sm_100"), only="")
 
 def run(args: Namespace, recorder: Recorder) -> None:
     """Measure each target, heads and step, if args.only is in its name, with the platform's tuning and with a CPU's;
-    add a row for each to those of the file, or replace it there.
+    add a row for each to those of the file, or replace it there. Numbers are rounded.
     """
     recorder.take_over()
     for target in args.targets:

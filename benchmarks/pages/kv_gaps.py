@@ -80,6 +80,7 @@ def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[di
     compiled and all tokens are equal.
 
     expected: tokens of another engine's streams that must be equal for "kept"; None to compare rounds with each other.
+    Numbers are rounded.
     """
     length = max(args.tokens + 8, args.length + 2)
     held = args.streams * -(-(args.tokens + 8) // args.page_size)

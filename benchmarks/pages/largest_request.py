@@ -97,7 +97,9 @@ class Steps:
         return request
 
     def microseconds(self) -> float:
-        """Run four steps, then ROUNDS rounds of STEPS steps; return the microseconds per step of the fastest round."""
+        """Run four steps, then ROUNDS rounds of STEPS steps; return the microseconds per step of the fastest round. It
+        is rounded.
+        """
         for _ in range(4):
             self.engine.step()
         best = float("inf")

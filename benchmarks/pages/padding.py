@@ -153,7 +153,7 @@ def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> 
     that arrive at random.
 
     Returns (tokens, sequences) of each step that was not empty, i64[n, 2]. load: rate of arrivals as a share of the
-    engine's capacity.
+    engine's capacity. A request that finds a queue of twice max_num_seqs is left out.
     """
     generator = np.random.default_rng(seed)
     seqs = platform.max_num_seqs

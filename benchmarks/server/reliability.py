@@ -247,7 +247,8 @@ def pieces_per_second(samples: list[Sample], first: float, last: float) -> float
 async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float) -> dict[str, Any]:
     """Measure a server's rate with all slots taken, then send it ten times as many requests a second for `seconds`.
 
-    Returns by name the rates of both parts in requests and in chunks of output a second; of the second part the number
+    Returns by name the rate of the first part in requests a second, and of both parts in chunks of output a second, by
+    the times between their beginnings and ends; of the second part the number
     of requests, of those answered, refused (429), refused with Retry-After and ended otherwise, the milliseconds of
     each refusal, and the MiB of memory before it and by which memory grew at most.
     """

@@ -241,7 +241,9 @@ def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) ->
 
 
 def rows_of(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return a row for each mode: medians over the rounds of its figures and of their differences from offline."""
+    """Return a row for each mode: medians over the rounds of its figures and of their differences from offline. Numbers
+    are rounded.
+    """
     rows = []
     for mode in MODES:
         costs = [results[mode] for results in rounds]

@@ -97,7 +97,8 @@ def changed_by_zeros(llm: LLM, args: Namespace) -> int:
 
 def run(args: Namespace, recorder: Recorder) -> None:
     """Measure alternately steps of an engine without the option `steer`, of one with it and no vectors, and of that
-    with a vector in each request; add a row for the fastest round of each, then a row for vectors of zeros.
+    with a vector in each request; add a row for the fastest round of each, then a row for vectors of zeros. Numbers are
+    rounded.
     """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     plain = LLM(**ENGINE, max_num_seqs=args.requests)

@@ -219,8 +219,8 @@ def run_load(llm: LLM, load: Load, pause: float = 0.0) -> tuple[list[dict[str, A
 
 
 def matched(runner: ModelRunner, load: Load, records: Sequence[Mapping[str, Any]], idle: float) -> list[MeasuredStep]:
-    """Return the steps of a load that `run_load` has run, with their measured times. Raises RuntimeError if the
-    simulator runs other steps for it.
+    """Return the steps of a load that `run_load` has run, with their measured times. records: of these steps, in order.
+    idle: seconds without work before the first. Raises RuntimeError if the simulator runs other steps for it.
     """
     outcome = simulated(runner, trace_of("load", load.prompts, load.outputs, runner.config.block_size))
     real = [(record["bucket"], record["num_tokens"], record["num_rows"]) for record in records]

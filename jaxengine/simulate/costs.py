@@ -248,8 +248,9 @@ class RooflineCosts:
 
     def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, cold: float = 0.0) -> Sequence[float]:
         """Return the least seconds of each pipeline stage: the larger of bytes over bandwidth and operations over their
-        rate. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes, and its tokens after
-        the step. cold: not used.
+        rate. Those of attention are interpolated between lengths of _CONTEXTS, and constant beyond the last. bucket:
+        shape of the step. counts, lengths: i64[rows], tokens that each row computes, and its tokens after the step.
+        cold: not used.
         """
         found, middle = [], lengths - (counts - 1) / 2
         bandwidth, flops = self._rates
@@ -316,8 +317,8 @@ class MeasuredCosts:
         )
 
     def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, cold: float = 0.0) -> Sequence[float]:
-        """Return [seconds], for the only stage: the seconds of the bucket's size, plus those for the keys and pairs of
-        attention, plus those that it loses to cold caches.
+        """Return [seconds], for the only stage: the seconds of the bucket's size (`_between`), plus those for the keys
+        and pairs of attention, plus those that it loses to cold caches, times `cold`.
 
         Decode-only buckets use the `decode` table, others `mixed`; all use `decode` if `mixed` is empty. counts,
         lengths: i64[rows], tokens that each row computes, and its tokens after the step. cold: see `Costs.seconds`.
@@ -334,7 +335,9 @@ class MeasuredCosts:
         return self.cold.after(cold, bucket)
 
     def idle(self, cold: float, seconds: float) -> tuple[float, float, float]:
-        """Return (cold share, additional seconds of the device, of the host) after an idle time of `seconds`."""
+        """Return (cold share, additional seconds of the device, of the host) after an idle time of `seconds`, the
+        latter two interpolated between `pauses`, and constant after the longest.
+        """
         lengths = [0.0, *(pause.length for pause in self.pauses)]
         device = float(np.interp(seconds, lengths, [0.0, *(pause.device for pause in self.pauses)]))
         host = float(np.interp(seconds, lengths, [0.0, *(pause.host for pause in self.pauses)]))

@@ -72,9 +72,10 @@ class DraftWidth:
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
         """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Widths that
         allow fewer rows are left out and, without proposed drafts, those wider than the longest run needs; if only 1 is
-        left, it is returned and nothing is counted. Each width is
-        tried TRIALS times, the widest first; then the one with the most expected tokens per second is taken, except in
-        `_retried` steps. Counts trials, so it must be called once for each step.
+        left, it is returned and nothing is counted. Each width is tried TRIALS times, the widest first; then the one
+        with the most expected tokens per second is taken, except in `_retried` steps. After as many prefills as there
+        are rows, the expected share of kept drafts rises to that of new text. Counts trials, so it must be called once
+        for each step.
 
         runs: i32 [n], for the decodes of all replicas, how many grammar drafts each has, -1 for one with proposed
         drafts.

@@ -30,7 +30,8 @@ class Proxy(NamedTuple):
         """Request a tunnel to an IP address and port (CONNECT, RFC 9110, 9.3.6) over a socket that is connected to the
         proxy, and wait for the answer.
 
-        Raises MediaError for a status other than 200 and for an answer that is not HTTP; OSError for a broken
+        Raises MediaError for a status other than 200 and for an answer without the end of an HTTP head in
+        _MOST_HEAD_BYTES; OSError for a broken
         connection, and TimeoutError after the deadline of the socket.
         """
         target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -84,7 +84,7 @@ class Cohere2VisionProcessor(TilesProcessor):
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         """Return the (rows, columns) of at most `most` tiles that enlarges the image least; where all shrink it, the
-        one that shrinks it least.
+        one that shrinks it least; of equal ones the first of `tilings`.
 
         height, width: size of the image in pixels. `least` is ignored, as in transformers.
         """

@@ -62,7 +62,8 @@ class DeepseekVL2Processor(UnitProcessor):
 
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the sizes of images, candidate_resolutions as [width, height] of the settings, else of
-        config.json, by default one square, and the colour of margins, image_mean times 255. Raises ModelConfigError for
+        config.json, by default one square, and the colour of margins, image_mean times 255 rounded down.
+        ModelConfigError is raised for
         sizes that are not multiples of the tower's image_size or have more than _MAX_TILES tiles, and for a patch_size
         or downsample_ratio other than the tower's.
         """

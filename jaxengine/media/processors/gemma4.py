@@ -160,7 +160,7 @@ class Gemma4Processor(GridProcessor):
 
     def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
         """Return the tokens of an item, with -1 for each of its embeddings: those of an image between start and end
-        tokens, or so those of each frame of a video, after its time, MM:SS.
+        tokens, or so those of each frame of a video, after its time, MM:SS, rounded down.
 
         Raises RequestError for a video without a tokenizer.
         """

@@ -46,8 +46,9 @@ class Gemma4SoundProcessor(SoundProcessor):
     chunk = 4  # frames of an embedding
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings, and set `marks`, the tokens before and after a sound. Raises ModelConfigError
-        for invalid token ids, ModelFileError for invalid settings.
+        """Read the checkpoint's settings, and set `marks`, the tokens before and after a sound: boa_token_id, and
+        eoa_token_id or else eoa_token_index, of which, as of the placeholder, _IDS has defaults. Raises
+        ModelConfigError for invalid token ids, ModelFileError for invalid settings.
         """
         fields = ConfigFields(config_json).with_defaults(**_IDS)
         super().__init__(folder, fields.raw, model_config, tokenizer)

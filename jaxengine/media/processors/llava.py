@@ -64,8 +64,8 @@ class LlavaProcessor(UnitProcessor):
         return self.side, self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Return ([the image as one square, padded, resized and cropped by the settings], (1, 1)). picture: uint8[H, W,
-        3]. options: ignored.
+        """Return ([the image as one square, padded, resized and cropped by the settings], (1, 1)). A longer side and
+        the colour of padding are rounded down. picture: uint8[H, W, 3]. options: ignored.
         """
         del options
         if self.pads:
@@ -115,7 +115,7 @@ def _kind(fields: ConfigFields) -> str:
 
 def padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
     """Return an image, uint8 [H, W, 3], in the middle of a square of this colour (RGB), whose side is the image's
-    longer one.
+    longer one. Of an odd margin the greater part comes after the image.
     """
     height, width = picture.shape[:2]
     side = max(height, width)
@@ -128,7 +128,7 @@ def padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
 
 def middle(picture: np.ndarray, side: int) -> np.ndarray:
     """Return the central square of `side` pixels of an image, uint8 [H, W, 3], perhaps as a view; a smaller image is
-    padded with black.
+    padded with black. Of an odd margin the greater part is cut off after the square, but added before the image.
     """
     height, width = picture.shape[:2]
     if min(height, width) < side:

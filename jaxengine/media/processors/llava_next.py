@@ -173,7 +173,9 @@ def best_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tupl
 
 
 def on_canvas(pixels: Pixels, picture: np.ndarray, tall: int, wide: int) -> np.ndarray:
-    """Return an image, uint8[H, W, 3], fitted into uint8[tall, wide, 3], in the middle of black margins."""
+    """Return an image, uint8[H, W, 3], fitted into uint8[tall, wide, 3], in the middle of black margins. The side that
+    does not fill it is rounded up; of an odd margin the greater part comes after the image.
+    """
     height, width = picture.shape[:2]
     by_width, by_height = wide / width, tall / height
     if by_width < by_height:

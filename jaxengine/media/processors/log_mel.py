@@ -58,7 +58,8 @@ def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.
     window is centred at the first sample, and they are HOP samples apart.
 
     filters: f64[length / 2 + 1, B], weights of frequencies, where length is that of the Fourier transforms. With x the
-    base-10 logarithm of a power, at least 8 below the largest, the result is (x + 4) / 4.
+    base-10 logarithm of a power (at least _FLOOR), raised to the largest less 8 if it is below, the result is
+    (x + 4) / 4.
     """
     half, length = _WINDOW // 2, 2 * (len(filters) - 1)
     padded = np.pad(samples, half, mode="reflect" if len(samples) > half else "symmetric")

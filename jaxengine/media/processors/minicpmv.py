@@ -325,7 +325,7 @@ def _slices(height: int, width: int, resolution: int, most: int) -> tuple[int, i
     0) for none.
 
     The number of slices is the needed one, or one less or more, at most `most`, whichever allows slices nearest to
-    squares.
+    squares; of equal ones those with most rows, then with fewest slices.
     """
     needed = min(math.ceil(width * height / resolution**2), most)
     if needed <= 1:

@@ -92,7 +92,8 @@ class MiniMaxM3Processor(Qwen2VLProcessor):
 
     def item_tokens(self, modality: str, item: Processed) -> np.ndarray:
         """Return the tokens of an item, with -1 for each of its embeddings: those of each temporal step between the
-        tokens of an image's start and end, in a video after the step's time. Raises RequestError without a tokenizer.
+        tokens of an image's start and end, in a video after the step's time in seconds, with one decimal. Raises
+        RequestError without a tokenizer.
         """
         self.check_tokenizer(modality)
         steps = item.grid[0]

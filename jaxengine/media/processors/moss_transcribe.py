@@ -58,7 +58,8 @@ class MossTranscribeProcessor(AskedTranscripts, AudioFlamingo3Processor):
 
     def pieces(self, num_rows: int) -> list[int]:
         """Return the tokens of a sound of num_rows embeddings: placeholders and, after those of each `every` seconds,
-        the tokens of their number in decimal digits; no times if `every` is 0.
+        the tokens of their number in decimal digits; no times if these seconds have less than one embedding. The number
+        of embeddings between times is rounded down.
         """
         step = int(self.per_second * self.every)
         if step <= 0:

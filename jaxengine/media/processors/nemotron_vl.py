@@ -73,7 +73,8 @@ class TiledRadioProcessor(RadioProcessor):
 
     def _read(self, found: ConfigFields, outer: Mapping[str, Any]) -> None:
         """Read and set the pixel transform (norm_mean and norm_std, by default CLIP's; bicubic), the limit of tiles
-        (max_num_tiles, 12 by default) and `adds_whole` (use_thumbnail, True). found: settings of the image processor.
+        (max_num_tiles, 12 by default, at most MAX_TILES) and `adds_whole` (use_thumbnail, True). image_size, patch_size
+        and downsample_ratio, if given, must be the tower's and 0.5. found: settings of the image processor.
         outer: those of config.json, which take precedence. Raises ModelConfigError for invalid settings, and for those
         that do not fit the tower.
         """

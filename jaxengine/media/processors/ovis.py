@@ -103,7 +103,8 @@ class OvisProcessor(Ovis2Processor):
 
     def _fitted(self, part: np.ndarray) -> np.ndarray:
         """Return a part of an image, uint8[h, w, 3], resized to the square's side along its longer side, normalised,
-        and in the middle of zeros, f32[side, side, 3].
+        and in the middle of zeros, f32[side, side, 3]. The shorter side is rounded down, and at least 1; of an odd
+        margin the greater part comes after the image.
         """
         side, (height, width) = self.side, part.shape[:2]
         tall = side if height >= width else max(1, int(height / width * side))

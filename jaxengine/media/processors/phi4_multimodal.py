@@ -154,8 +154,8 @@ class Phi4MultimodalProcessor(LimitedTiles):
         return super().expand(found, items)
 
     def _fitted(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
-        """Return uint8[H, W, 3] scaled to the largest size within height x width pixels. Raises RequestError if a side
-        would have less than _LEAST_SIDE pixels.
+        """Return uint8[H, W, 3] scaled to the largest size within height x width pixels, rounded down. Raises
+        RequestError if a side would have less than _LEAST_SIDE pixels.
         """
         by_height, by_width = height / picture.shape[0], width / picture.shape[1]
         if by_width < by_height:

@@ -146,8 +146,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return self.token_ids[modality]
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
-        """Return the tokens of a temporal step of a video (`item`) that is shown at `seconds`: the time, and its
-        placeholders between the start and end tokens.
+        """Return the tokens of a temporal step of a video (`item`) that is shown at `seconds`: the time, with one
+        decimal, and its placeholders between the start and end tokens.
         """
         before, after = self.around
         each = item.num_rows // item.grid[0]

@@ -360,8 +360,8 @@ def plan_stages(
 
 
 def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:
-    """Return the bytes of a device that an engine may plan to use: the share gpu_memory_utilization of `total`, but no
-    more than is usable of `limit`.
+    """Return the bytes of a device that an engine may plan to use: the share gpu_memory_utilization of `total`, rounded
+    down, but no more than is `usable` of `limit`.
 
     total: the device's memory. limit: bytes of it that jax's client may use; None for all.
     """

@@ -305,8 +305,8 @@ def _text(call: Call, proof: _Proof) -> str:
 
 
 def _digest(stages: Sequence[StageRunner], mode: str, left_out: Rows) -> str:
-    """Return a digest of the facts that determine an engine's calls of kernels, without its environment. left_out: rows
-    that it does not use.
+    """Return a digest of the facts that determine an engine's calls of kernels, without its environment. mode: of
+    proving, part of the digest. left_out: rows that it does not use, in any order.
     """
     facts = [(each.programs.description, list(each.programs.packer.buckets), each.programs.num_columns,
               each.programs.model.mesh, [own.name for own in each.programs.extensions]) for each in stages]  # fmt: skip

@@ -54,8 +54,8 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
     or, with "auto", the checkpoint's. Return None if they must be measured: "calibrate", or "auto" if the checkpoint
     has none or has them for another dtype.
 
-    The source must be open. Logs a warning for "unit". Raises ConfigError for a file that cannot be used,
-    ModelFileError for invalid scales in a checkpoint.
+    The source must be open. Logs a warning for "unit", and that scales for another dtype are not used. Raises
+    ConfigError for a file that cannot be used, ModelFileError for invalid scales in a checkpoint.
     """
     shape = _shape(source.config)
     if config.kv_cache_scales == UNIT:

@@ -68,8 +68,9 @@ class Schedule:
 def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int:
     """Return the number of tokens per tile of `runs` for a step of num_tokens and the heads of `spec`.
 
-    It is a power of two or sizes.min_block_q, and smaller where few tokens or many query heads per kv head would leave
-    most rows of a tile idle.
+    It is the largest power of two that leaves run_tiles tiles of the step's tokens, at most max_block_q (for one kv
+    head that has values of its own, one_head_block_q if that is more) and so many that with the query heads of a kv
+    head they make up to run_rows rows, or for narrow results more; but at least min_block_q. All are fields of `sizes`.
     """
     most, narrow_rows = sizes.max_block_q, sizes.narrow_rows
     if spec.num_kv_heads == 1 and not spec.values_in_keys:  # results of latents are wide
