@@ -290,8 +290,8 @@ class Rank:
             extension.release(slot)
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> list[Request]:
-        """Preempt running requests, between two steps and with no step in flight, and return them; they have to wait
-        again. which: selects the requests; None for all.
+        """Preempt running requests, between two steps and with no step in flight, and return them in the order of their
+        slots; they have to wait again. which: selects the requests; None for all.
         """
         self.preempted = []
         for slot in self.slots.active.nonzero()[0].tolist():

@@ -379,8 +379,8 @@ class Scheduler:
                 self.release(request)
 
     def _best_offer(self, request: Request) -> tuple[Rank, Offer] | None:
-        """Return the replica that would have the least work with a request, in tokens held there and to be computed,
-        and its offer; None if no replica can run the request now.
+        """Return the replica that would have the least work with a request, in tokens held there and to be computed
+        (of equal ones the first), and its offer; None if no open replica can run the request now.
         """
 
         def work(candidate: tuple[Rank, Offer]) -> int:

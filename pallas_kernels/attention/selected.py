@@ -123,10 +123,10 @@ def selected_attention(
 
     positions: i32 [T, k] in each token's own sequence, distinct, with -1 after a token's last one. A token without any,
     or of no sequence, gets exactly 0. Of the pool these keys are read, on TPUs also those next to them, with weight 0:
-    all of a sequence's keys must be finite. spec: must have values in keys, one kv head, and no
-    window, chunk or soft cap. sinks: f32 [N], an additional logit of each head in the softmax denominator, with value
-    0; None for none. tuning: tile sizes, None for the chip's sizes from the table. Raises ValueError for shapes, dtypes
-    or options that do not fit.
+    all of a sequence's keys must be finite. spec: must have values in keys, one kv head, and no window, chunk or soft
+    cap. sinks: f32 [N], an additional logit of each head in the softmax denominator, with value 0; None for none.
+    tuning: tile sizes, None for the chip's sizes from the table. Raises ValueError for shapes, dtypes or options that
+    do not fit.
     """
     num_tokens, (width, rest) = q.shape[0], spec.query_dims
     for name, array, columns in (("q", q, width), ("q_rest", q_rest, rest)):

@@ -35,7 +35,8 @@ class AyaVisionProcessor(TextPlaceholderProcessor):
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings, and from processor_config.json the placeholder of images and the texts around
-        tiles. Raises ModelConfigError or ModelFileError for missing or invalid settings.
+        tiles, fields with the defaults of _AYA. Raises ModelConfigError or ModelFileError for missing or invalid
+        settings.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, named = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}

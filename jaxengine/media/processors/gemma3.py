@@ -100,8 +100,8 @@ class Gemma3Processor(UnitProcessor):
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the crops of an elongated image, uint8 [H, W, 3], in a row or column: as many as the rounded ratio of
-        its sides or as have the least size, whichever are fewer; at least two, but no more than the options
-        allow.
+        its sides or as have the least size, whichever are fewer; at least two, but no more than the options allow. The
+        last may be smaller than the others.
 
         [] for an image whose sides' ratio is below the limit, or whose crops would be too small. options:
         mm_processor_kwargs. Raises RequestError for an invalid option.

@@ -136,7 +136,7 @@ class Idefics2Processor(UnitProcessor):
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) in pixels of a unit of height x width pixels after resizing: scaled down to a longer
-        side of `longest`, then each side stretched to at least `shortest`.
+        side of `longest`, the other rounded down, then each side stretched to at least `shortest`.
         """
         ratio = width / height
         if width >= height and width > self.longest:
