@@ -87,9 +87,8 @@ class NewWeights:
         spread: Spread | None = None,
     ):
         """Store the new arrays; the stages are not changed yet. stages: those that receive the arrays. found: for each
-        stage, the new arrays by index among its leaves, with the leaf's sharding and layout. seconds, are_of_draft: how
-        long loading took, and whether the weights are a draft model's. spread: sends orders to the other processes;
-        None for a single process.
+        stage, the new arrays by index among its leaves, with the leaf's sharding and layout. seconds: time that loading
+        took. are_of_draft: of a draft model. spread: sends orders to the other processes; None for a single one.
         """
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
         self._spread = spread
