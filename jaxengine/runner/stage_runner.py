@@ -455,14 +455,12 @@ class StageRunner:
         ExecutableCache.get. made: as there.
         """
         cache, description = self._place(program)
-        how: dict[str, Any] = {"donate": program.donate, "description": description, "made": made}
-        return cache.get(program.name, program.function, program.arguments, program.results, **how)
+        return program.given_to(cache.get, description, made=made)
 
     def _begin(self, program: Program) -> None:
         """Begin to compile or load a program of this stage, so that `compiled` finds it (ExecutableCache.begin)."""
         cache, description = self._place(program)
-        how = {"donate": program.donate, "description": description}
-        cache.begin(program.name, program.function, program.arguments, program.results, **how)
+        program.given_to(cache.begin, description)
 
     def _place(self, program: Program) -> tuple[ExecutableCache, str]:
         """Return the cache that has a program, and the description that is part of the program's key in it. Programs

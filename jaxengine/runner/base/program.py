@@ -29,6 +29,13 @@ class Program(NamedTuple):
     donate: tuple[int, ...]
     of_model: bool = True
 
+    def given_to(self, call: Callable[..., Any], description: str, **more: Any) -> Any:
+        """Return the result of `call`, a method ExecutableCache.get or begin, for this program. description: as there.
+        more: further arguments by name.
+        """
+        own = {"donate": self.donate, "description": description, **more}
+        return call(self.name, self.function, self.arguments, self.results, **own)
+
 
 def program_on(
     mesh: Mesh, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]

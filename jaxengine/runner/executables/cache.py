@@ -25,10 +25,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.user_code import UnknownCodeError, changed_code, code_digest
-from jaxengine.models.cache import NATIVE_LIBRARY, NATIVE_ROOMS, kernel_modules, native_code, platform_of
+from jaxengine.models.cache import kernel_modules, native_code, platform_of
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.bundle import Bundle, NewBundle
 from jaxengine.runner.executables.executable_files import ExecutableFiles, file_name
+from jaxengine.runner.executables.kept import KeptCode, KeptPrograms
 from jaxengine.runner.executables.layer_chain import Executable, NotStorableError, load, lower_parts, serialize
 from jaxengine.runner.executables.program_sources import (
     known_sources,
@@ -142,7 +143,7 @@ class ExecutableCache:
             logger.warning("%s", unknown)
             directory = ""
         self._files = ExecutableFiles(directory)
-        self._kept = bundle or _KeptPrograms(self._files)
+        self._kept = bundle or KeptPrograms(self._files)
         self._has_native = family is not None
         self._know_sources()
         if bundle is not None:
@@ -337,7 +338,7 @@ class ExecutableCache:
             learn_sources(self._files.read(file) or b"")
         count = num_known_sources()
         if self._has_native and self._devices[0].platform == "cpu":
-            native_code(_KeptCode(self._files, self._changed))
+            native_code(KeptCode(self._files, self._changed))
         self._environment()
         if num_known_sources() > count:
             self._files.write(file, known_sources())
@@ -412,61 +413,6 @@ def num_compile_threads(platform: str) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"cpu": max(1, min(cores // 2, 4)), "tpu": max(1, min(cores // 2, 16))}.get(platform, 0)
-
-
-class _KeptPrograms:
-    """Programs in a folder of executables, with the methods of a bundle that ExecutableCache calls.
-
-    A key is a file's name. A file that cannot be read counts as missing, and a failed write is ignored.
-    """
-
-    def __init__(self, files: ExecutableFiles):
-        """Store the folder of the programs."""
-        self._files = files
-
-    def program(self, name: str, key: str) -> bytes | None:
-        """Return the stored program of a key; None if there is none."""
-        return self._files.read(key)
-
-    def program_bytes(self, key: str) -> int:
-        """Return the size of a stored program in bytes; 0 if there is none."""
-        return len(self._files.read(key) or b"")
-
-    def add_program(self, name: str, key: str, content: bytes) -> None:
-        """Store a program under its key, if possible."""
-        self._files.write(key, content)
-
-    def number(self, name: str, key: str) -> int | None:
-        """Return the stored number of a key; None if there is none."""
-        stored = self._files.read(key)
-        return None if stored is None else int.from_bytes(stored, "little")
-
-    def add_number(self, key: str, number: int) -> None:
-        """Store a number, 0 to 2**64 - 1, under its key, if possible."""
-        self._files.write(key, number.to_bytes(8, "little"))
-
-
-class _KeptCode:
-    """Machine code of ours in a folder of executables, as jaxengine.pallas_kernels.native.library.CodeStore."""
-
-    def __init__(self, files: ExecutableFiles, changed: str):
-        """Store the folder and the digest of a user's code that has changed jaxengine's own."""
-        self._files, self._changed = files, changed
-
-    def read(self, facts: tuple[str, ...]) -> bytes | None:
-        return self._files.read(self._name(facts))
-
-    def write(self, facts: tuple[str, ...], code: bytes) -> None:
-        self._files.write(self._name(facts), code)
-
-    @functools.cached_property
-    def _sources(self) -> str:
-        """Digest of the sources of the code, those of the programs included."""
-        return source_digest(_ROOT, (NATIVE_LIBRARY, *(f"{room}.code" for room in NATIVE_ROOMS)))
-
-    def _name(self, facts: tuple[str, ...]) -> str:
-        """Return the name of the file of code with these facts: a digest of them and of the sources."""
-        return file_name(repr(("machine code", self._sources, self._changed, facts)))
 
 
 def _source_file(family: type) -> Path | None:

@@ -20,6 +20,7 @@ from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 from jaxengine.pallas_kernels.native import library
 from jaxengine.pallas_kernels.registry import NATIVE_ROOMS
 from jaxengine.runner.executables import cache
+from jaxengine.runner.executables.kept import KeptCode
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.pallas_kernels import reference
 from tests.pallas_kernels.machine_code import narrow, without_dots
@@ -356,7 +357,7 @@ def test_an_engine_computes_with_it(machine_code, tmp_path, monkeypatch):
 
     def native_code(store=None) -> str:
         if store is not None:
-            found.append((store.read(("facts",)), cache._KeptCode(store._files, "changed").read(("facts",))))
+            found.append((store.read(("facts",)), KeptCode(store._files, "changed").read(("facts",))))
             store.write(("facts",), b"code")
         return registry.native_code(store)
 

@@ -134,29 +134,22 @@ class Drafter(StageExtension):
         return f"{self.programs.pages_description} {weights.hexdigest()}"
 
     def begin(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        for program in self._programs_of(bucket, params).values():
-            how = {"donate": program.donate, "description": self.programs.description}
-            self.executables.begin(program.name, program.function, program.arguments, program.results, **how)
+        weights = self.programs.weights(self.params, params)
+        for program in self.programs.of_bucket(bucket, weights, self._shapes).values():
+            program.given_to(self.executables.begin, self.programs.description)
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        for when, program in self._programs_of(bucket, params).items():
-            self._programs[when, bucket] = program
-            self._compiled[when, bucket] = self._get(program)
-
-    def _programs_of(self, bucket: Bucket, params: Sequence[Any]) -> dict[str, Program]:
-        """Return a bucket's programs by when they run, "before" or "after" its forward pass; those that it lacks are
-        left out. params: the target model's leaves.
-        """
         weights = self.programs.weights(self.params, params)
-        makers = {"before": self.programs.before, "after": self.programs.after}
-        found = {when: make(bucket, weights, self._shapes) for when, make in makers.items()}
-        return {when: program for when, program in found.items() if program is not None}
+        for when, program in self.programs.of_bucket(bucket, weights, self._shapes).items():
+            self._programs[when, bucket] = program
+            self._compiled[when, bucket] = program.given_to(self.executables.get, self.programs.description)
 
     def allocate(self) -> None:
         """Allocate the arrays that the draft model holds between steps: its pool and its states of slots. `plan_pool`
         must have been called.
         """
-        self._kept = self._get(self.programs.start(self._shapes))()
+        start = self.programs.start(self._shapes)
+        self._kept = start.given_to(self.executables.get, self.programs.description)()
 
     def release(self) -> None:
         """Free the pool and the states of slots."""
@@ -191,8 +184,3 @@ class Drafter(StageExtension):
             weights = self.programs.weights(self.params, params)
             step = forwarded.rows, forwarded.sections[NAME], message
             self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
-
-    def _get(self, program: Program) -> Executable:
-        """Compile or load a program, and return its executable."""
-        how = {"donate": program.donate, "description": self.programs.description}
-        return self.executables.get(program.name, program.function, program.arguments, program.results, **how)

@@ -125,6 +125,13 @@ class DraftPrograms:
         """
         return None
 
+    def of_bucket(self, bucket: Bucket, weights: Any, kept: Any) -> dict[str, Program]:
+        """Return those of a bucket's programs "before" and "after" that there are, by these names. weights, kept:
+        shapes.
+        """
+        found = {"before": self.before(bucket, weights, kept), "after": self.after(bucket, weights, kept)}
+        return {when: program for when, program in found.items() if program is not None}
+
     def _spec(self, bucket: Bucket) -> Any:
         """Return the DraftSpec of the programs for a bucket."""
         return DraftSpec(self._graph, self._params_tree, *self._where(bucket))
