@@ -29,6 +29,9 @@ class AltUp:
       scales_active: whether the active hidden state is scaled by learned numbers before it gates the per-layer input.
       laurel_rank: inner size of the low-rank product (LAuReL) whose result is averaged with attention's.
       sparsity: for each layer, the share of the MLP's gates that are to be zero; 0 for none.
+
+    Raises ModelConfigError unless there are 2 to 16 streams, `active` is one of them, laurel_rank is 1 to 65536 and
+    shares are at least 0 and below 1.
     """
 
     num_streams: int
@@ -55,6 +58,8 @@ class BlockSkips:
       kept: for each of two kept hidden states, the layers whose input becomes it.
       mixed: for each, the layers into whose input it is mixed.
       share: factor of a kept hidden state in that sum; the input itself has 1 - share.
+
+    Raises ModelConfigError unless `share` is from 0 to 1.
     """
 
     kept: tuple[tuple[int, ...], tuple[int, ...]]
@@ -82,6 +87,8 @@ class LoopedLayers:
       num_loops: how often the loop runs.
       num_after: number of layers after it.
       normed: whether the model's last norm is also the norm of the input of each loop but the first.
+
+    Raises ModelConfigError unless num_loops is from 1 to MAX_LAYERS.
     """
 
     first: int
@@ -135,7 +142,8 @@ class DoryLoops(LoopedLayers):
 class WideResiduals:
     """Hidden states of ZAYA, which are sums of two numbers of the model's dtype, and what layers pass on beside them.
 
-    router_size: elements of the hidden state of a layer's router, which that of the next layer reads.
+    router_size: elements of the hidden state of a layer's router, which that of the next layer reads. Raises
+    ModelConfigError unless that is from 1 to MAX_HIDDEN.
     """
 
     router_size: int
@@ -167,6 +175,8 @@ class SharedBlocks:
       activation: name of the activation of the blocks' MLPs.
       tied: whether a pipeline stage holds the weights of a block once. Otherwise each layer has its own, as in
         transformers where `tie_word_embeddings` is false.
+
+    Raises ModelConfigError unless `count` is from 1, and `rank` from 0, to 65536.
     """
 
     layers: tuple[int, ...]
@@ -204,7 +214,8 @@ class SharedBlocks:
 
     def own_name(self, name: str) -> str | None:
         """Return the model's name of a module or tensor that is `name` in transformers: without the list of low-rank
-        products. None for a product in the list of a layer that another layer multiplies by.
+        products. None for a product in the list of a layer that another layer multiplies by. Other names are returned
+        unchanged.
         """
         found = BLOCK.match(name)
         if found is None or (listed := LISTED.search(found[2])) is None or int(listed[1]) >= len(self.layers):
@@ -227,6 +238,8 @@ class KimiK3Parts:
         silu(gate) * up.
       latent_norm: whether the sum of experts is normed before it is projected to the hidden state.
       joined_scores: whether the weights of scores in mixes include those of the norm before them, as in GGUF files.
+
+    Raises ModelConfigError unless layers_per_block is None or from 1 to MAX_LAYERS, and bounds are finite and above 0.
     """
 
     num_layers: int

@@ -54,7 +54,8 @@ class TemperatureTuning:
 
     offset: 1 where the first position counts as one token, else 0. power: whether the factor is (1 + (position +
     offset) / floor_scale) ** attn_scale instead. begins: whether it is 1 + attn_scale * ln((position + offset) /
-    floor_scale) instead, from where this is 1 or more, and 1 before.
+    floor_scale) instead, from where this is 1 or more, and 1 before. Raises ModelConfigError unless both numbers are
+    finite and above 0.
     """
 
     floor_scale: float
@@ -85,14 +86,17 @@ class Latent:
     """Sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434), in which all keys and values are
     computed from a latent.
 
-    A token's cached key is its latent followed by the rotated part that all heads share; its value is the latent.
-    So there is one KV head. Names are those of config.json.
+    A token's cached key is its latent followed by the rotated part that all heads share; its value is the latent. So
+    there is one KV head. Names are those of config.json.
 
     Attributes:
       kv_lora_rank: elements of the latent.
       qk_nope_head_dim, qk_rope_head_dim: elements of a head's query without and with rope.
       v_head_dim: elements of a head's value, computed from the latent.
       q_lora_rank: elements of the latent of queries; None where queries are projected from the hidden state.
+
+    Raises ModelConfigError for sizes that are not integers from 1 (qk_rope_head_dim: 0) to MAX_HEAD_DIM (q_lora_rank:
+    MAX_HIDDEN).
     """
 
     kv_lora_rank: int
@@ -111,8 +115,8 @@ class Latent:
 
 @dataclass(frozen=True)
 class KeyIndex:
-    """Indexer of a layer with sparse attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"): a token attends to the
-    `top_k` keys that it scores highest.
+    """Indexer of a layer with sparse attention (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp"): a token attends to the `top_k`
+    keys that it scores highest.
 
     With a `block` (MiniMax M3) it selects blocks of keys for each KV head of a layer without a latent, by queries of
     its own for each of these heads; then the fields from `interleaved` on have their defaults.
@@ -132,6 +136,9 @@ class KeyIndex:
       source: number of the earlier layer whose selection of keys is used; the indexer then has no weights. None for its
         own selection.
       reads_hidden: whether its queries are projected from the hidden state instead of the latent of queries.
+
+    Raises ModelConfigError for sizes out of their limits, a top_k that is no multiple of `pool`, and more `local`
+    blocks than num_blocks.
     """
 
     num_heads: int
@@ -181,6 +188,8 @@ class KeyBlocks:
       head_dim: elements of a query, and of its one key for each token, cached after the layer's values.
       size: tokens of a block.
       top_k: number of blocks that a token attends to; all of them if there are no more.
+
+    Raises ModelConfigError for sizes that are not positive or out of their limits.
     """
 
     num_heads: int
@@ -257,6 +266,10 @@ class LayerAttention:
         (jaxengine.pallas_kernels.attention.ragged_batch.AttentionSpec).
       paged: whether keys are read from pages even if the layer is not causal, since some are of earlier steps, as in a
         head that drafts a block.
+
+    Raises ModelConfigError for sizes out of their limits, a num_heads that is no multiple of num_kv_heads, factors and
+    caps that are not finite and above 0, a rope of more elements than a head has, and for fields that exclude each
+    other.
     """
 
     num_heads: int

@@ -40,6 +40,8 @@ class BlockIndex:
 
     Attributes:
       num_heads, head_dim: heads of its queries, and elements of a query and of its key for each block.
+
+    Raises ModelConfigError for sizes that are not positive or out of their limits.
     """
 
     num_heads: int
@@ -56,9 +58,9 @@ class BlockIndex:
 class CompressedKeys(RecurrentState):
     """Cache of a layer that attends to the latest tokens, and to one key for each block of `rate` tokens.
 
-    The state of a sequence holds data of single tokens: the keys of its window, and the projections from which the
-    next block's key is computed. Pages hold the keys of blocks: one for each whole block of the page's tokens, or at
-    most one if a block is longer than a page.
+    The state of a sequence holds data of single tokens: the keys of its window, and the projections from which the next
+    block's key is computed. Pages hold the keys of blocks: one for each whole block of the page's tokens, or at most
+    one if a block is longer than a page.
 
     Attributes:
       head_dim: elements of a key, which all heads share and which is also the value.
@@ -70,6 +72,8 @@ class CompressedKeys(RecurrentState):
       out_groups: groups of heads.
       out_rank: elements to which the outputs of each group are projected, before all groups together are projected to
         the hidden size.
+
+    Raises ModelConfigError for sizes out of their limits: `window` and `rate` are from 2 to 16384.
     """
 
     head_dim: int
@@ -158,7 +162,8 @@ class Candidates:
     """Blocks among which indexers of later layers select: the `count` runs of `size` successive blocks whose best block
     one layer scores highest. The run with the latest block is always one of them.
 
-    chosen: whether an earlier layer has chosen them; otherwise this layer does.
+    chosen: whether an earlier layer has chosen them; otherwise this layer does. Raises ModelConfigError for sizes that
+    are not positive or out of their limits.
     """
 
     count: int
@@ -232,6 +237,8 @@ class NgramMemory:
       least_rows: sizes of ranges are the first prime numbers from this number on, each used once.
       pad_id: token that stands for those before the first.
       vocab_size: tokens of the smaller vocabulary.
+
+    Raises ModelConfigError for sizes out of their limits, and for a table with fewer rows than its ranges.
     """
 
     layers: tuple[int, ...]
@@ -334,6 +341,8 @@ class LayerConvolutions(RecurrentState):
       head_dim: elements of a key, and of a value.
       hidden_size: elements of an output.
       kernel: tokens in a window, the token itself included.
+
+    Raises ModelConfigError unless `kernel` is from 1 to MAX_KERNEL.
     """
 
     num_kv_heads: int
@@ -367,6 +376,8 @@ class QueryKeyConvolutions(RecurrentState):
       num_heads, num_kv_heads: heads of queries, and of keys and values.
       head_dim: elements of a query, key and value.
       kernels: tokens in the windows of both convolutions, the token itself included.
+
+    Raises ModelConfigError unless kernels are from 1 to MAX_KERNEL, and num_kv_heads * head_dim is even.
     """
 
     num_heads: int
@@ -399,9 +410,9 @@ class QueryKeyConvolutions(RecurrentState):
 
 @dataclass(frozen=True)
 class HyperConnections:
-    """Several hidden states of a token, which a layer mixes to one input and to all of which it adds its output (Xie
-    et al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4 or, with a `rank`,
-    in Qwen4-Exp).
+    """Several hidden states of a token, which a layer mixes to one input and to all of which it adds its output (Xie et
+    al. 2026, manifold-constrained hyper-connections; without `rounds` independent ones, as in Hy4 or, with a `rank`, in
+    Qwen4-Exp).
 
     Attributes:
       num_streams: number of hidden states of a token.
@@ -411,6 +422,9 @@ class HyperConnections:
       magnitude: largest factor of a layer's output, without eps.
       delayed: whether a part's input is mixed with the shares that the part before it has computed (DeepSeek-V4.1).
       rank: rank of the product from which each element's shares are computed; None for one share for all elements.
+
+    Raises ModelConfigError for less than 2 or more than 16 streams, other sizes out of their limits, and an eps or a
+    magnitude that is not finite and above 0.
     """
 
     num_streams: int

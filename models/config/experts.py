@@ -33,8 +33,8 @@ class ExpertsConfig:
       min_weight_sum: least divisor when weights are scaled to add up to one.
       apply_router_weight_on_input: whether weights multiply the experts' inputs instead of their outputs.
       swiglu_alpha, swiglu_limit: parameters of the clamped SwiGLU activation, for families that have it.
-      limits: for each layer, the bounds of gate and up (ThenClamped) of experts, and of the shared MLP, each None
-        for none; layers beyond the end have none. For families that have them in some layers.
+      limits: for each layer, the bounds of gate and up (ThenClamped) of experts, and of the shared MLP, each None for
+        none; layers beyond the end have none. For families that have them in some layers.
       bias: whether the router and the experts' matrices have biases.
       shared_intermediate_size: feed-forward size of the shared dense MLP that is applied to every token in addition; 0
         for none.
@@ -56,6 +56,9 @@ class ExpertsConfig:
         they are the hidden state itself.
       by_layer: for each layer, its (num_per_token, intermediate_size), of any value in dense layers; () where all are
         equal. Those outside of it are the largest of a layer with experts.
+
+    Raises ModelConfigError for sizes out of their limits, groups that do not divide the experts, more experts per token
+    than its groups have, another scoring_func, and factors that are not finite and above 0.
     """
 
     num_experts: int
@@ -91,8 +94,8 @@ class ExpertsConfig:
     by_layer: tuple[tuple[int, int], ...] = ()
 
     def of_layer(self, layer: int) -> ExpertsConfig:
-        """Return the configuration with `by_layer`'s experts per token and their size for layer number `layer`, if it
-        is given.
+        """Return the configuration with `by_layer`'s experts per token and their size for layer number `layer`, and
+        without by_layer; itself if by_layer is (). Raises IndexError for a layer that it lacks.
         """
         if not self.by_layer:
             return self

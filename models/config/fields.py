@@ -127,7 +127,8 @@ class ConfigFields:
     """Reader of single fields of a configuration. `prefix` is prepended to every name ("llama." for GGUF metadata).
 
     A field that is absent or null takes the default, which only `boolean` checks. Methods raise ModelConfigError for
-    such a field without a default, and for a value of another type or outside of its limits.
+    such a field without a default, and for a value of another type or outside of its limits; the constructor does for a
+    `raw` that is not a mapping.
     """
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = ""):

@@ -69,16 +69,15 @@ class ModelConfig:
     `attention` has one entry per layer. `experts` is None for a dense model; otherwise `intermediate_size` is that of
     dense layers. `activation` is the name of that of gated MLPs in families that have any
     (jaxengine.models.families.llama.gated_fields). `logit_soft_cap` is for families that bound their logits.
-    `scored_tokens` is the number of tokens, the first ones, that have logits; None for all. `embedding_multiplier` is
-    a factor of embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale`
+    `scored_tokens` is the number of tokens, the first ones, that have logits; None for all. `embedding_multiplier` is a
+    factor of embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale`
     of logits; `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind, except, with
     `normed_outputs`, of those of the outputs of a layer's parts. `norm_gate_rank` is the inner size of the gates of
-    norms in families that have such; 0 for none.
-    `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
-    predict further tokens, and those that are not read. `skipped_layers` are the numbers of layers that do nothing, and
-    whose weights are not read. `pooler` is None for a model that generates. Token ids are None
-    or empty if the checkpoint names none. `suppressed_tokens` are tokens that no sampler chooses. `quantization` maps
-    names of checkpoint modules to the storage of their matrices
+    norms in families that have such; 0 for none. `num_nextn_predict_layers` and `num_unread_layers` count layers of the
+    checkpoint after the last one: those that predict further tokens, and those that are not read. `skipped_layers` are
+    the numbers of layers that do nothing, and whose weights are not read. `pooler` is None for a model that generates.
+    Token ids are None or empty if the checkpoint names none. `suppressed_tokens` are tokens that no sampler chooses.
+    `quantization` maps names of checkpoint modules to the storage of their matrices
     (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
 
     `tower` is the tower of images, or of audio; None for a model without one, or if it is not used. `sound_tower` is
@@ -89,7 +88,10 @@ class ModelConfig:
     these inputs, 0 if it is vocab_size. `altup`, `hyper_connections`, `skips`, `shared_blocks`, `loops`, `kimi_k3` and
     `wide_residuals` are for families with several hidden states per token; None for one. `ngrams` has the tables of
     n-grams of families that look them up; None for others. `declared` is for families that are rows of a table
-    (jaxengine.models.families.declared_rows).
+    (jaxengine.models.families.declared_rows). Raises ModelConfigError for sizes, numbers of layers and of all layers'
+    experts, and factors out of their limits, for layers of which none attends or keeps a state or that cannot share a
+    pool, for ffn_sizes of another length than `attention`, and for token ids (bos, eos, of labels) outside of the
+    vocabulary.
     """
 
     architecture: str

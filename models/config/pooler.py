@@ -59,6 +59,9 @@ class Classifier:
         matrix, score.weight.
       difference: whether there is one label, whose score is the logit of the second of two tokens minus that of the
         first; without tokens, the product with the first of two rows of score.weight minus that with the second.
+
+    Raises ModelConfigError for less than 1 or more than MAX_LABELS labels, a difference of more than one label, and any
+    number of tokens other than none or one per label (two for a difference).
     """
 
     num_labels: int

@@ -22,11 +22,11 @@ class RopeScaling:
     """Scaling of rope frequencies for contexts longer than `original_max_position_embeddings`.
 
     linear: every frequency / factor. llama3: low frequencies / factor, high ones kept, a blend between (Llama 3.1).
-    yarn: a ramp over dimensions plus an attention factor on cos and sin (Peng et al. 2023, arXiv:2309.00071).
-    longrope: `factors` if sequences may be longer than the original context, else `short_factors`, plus an attention
-    factor (Ding et al. 2024, arXiv:2402.13753). Rope.up_to chooses once for an engine.
-    factors: one explicit divisor per frequency (the `rope_freqs.weight` tensor of GGUF files).
-    proportional: the first pairs, a share `rotated` of all, have frequency / factor; the others have frequency 0.
+    yarn: a ramp over dimensions plus an attention factor on cos and sin (Peng et al. 2023, arXiv:2309.00071). longrope:
+    `factors` if sequences may be longer than the original context, else `short_factors`, plus an attention factor (Ding
+    et al. 2024, arXiv:2402.13753). Rope.up_to chooses once for an engine. factors: one explicit divisor per frequency
+    (the `rope_freqs.weight` tensor of GGUF files). proportional: the first pairs, a share `rotated` of all, have
+    frequency / factor; the others have frequency 0.
 
     Attributes:
       rope_type: one of ROPE_TYPES.
@@ -38,6 +38,8 @@ class RopeScaling:
       attention_factor: factor of cos and sin, for yarn, longrope and factors.
       factors, short_factors: divisors of each frequency, for longrope and factors.
       rotated: for proportional: share of the pairs that are rotated.
+
+    Raises ModelConfigError for another rope_type and for numbers that its formula cannot use.
     """
 
     rope_type: str
@@ -196,18 +198,20 @@ class Rope:
     """Rotation of the first `num_rotated` elements of each head of a layer's queries and keys.
 
     Attributes:
-      rotary_dim: elements of a head that count in frequencies; if they are odd, one more is rotated as in
-        transformers.
+      rotary_dim: elements of a head that count in frequencies; if they are odd, one more is rotated as in transformers.
       theta: base of the frequencies; pair i rotates by theta ** (-2 i / rotary_dim) radians per position, unscaled.
       scaling: for long contexts; None for none.
       interleaved: whether a pair is elements 2i and 2i + 1, as in GPT-J; otherwise i and i + num_rotated / 2.
-      sections: how many of the pairs rotate by a token's M-RoPE position in time, in height and in width
-        (Wang et al. 2024, arXiv:2409.12191); with four counts, how many rotate by its plain position, then those three
-        (HunyuanOCR); empty where all rotate by its position.
+      sections: how many of the pairs rotate by a token's M-RoPE position in time, in height and in width (Wang et al.
+        2024, arXiv:2409.12191); with four counts, how many rotate by its plain position, then those three (HunyuanOCR);
+        empty where all rotate by its position.
       sections_interleaved: whether pairs alternate between time, height and width while there are any of height and
         width, and the rest are of time (Qwen3-VL); otherwise the pairs of a section are adjacent.
       time_last: whether pairs alternate between height and width, equally many, and the rest are of time (ERNIE
         4.5-VL).
+
+    Raises ModelConfigError for sections that do not add up to half of the rotated elements, a theta that is not finite
+    and above 1, a rotary_dim out of its limits, and frequencies that are not finite.
     """
 
     rotary_dim: int

@@ -52,7 +52,9 @@ class StateArray(NamedTuple):
 
 
 class RecurrentState:
-    """Base class of what a layer keeps for each sequence instead of keys and values, or in addition to them."""
+    """Base class of what a layer keeps for each sequence instead of keys and values, or in addition to them. Subclasses
+    have `arrays`, the StateArrays of a sequence, and all but NGrams `flops`, the operations for a token.
+    """
 
     @property
     def token_inputs(self) -> tuple[StateArray, ...] | None:
@@ -70,6 +72,8 @@ class ShortConvolution(RecurrentState):
       channels: number of channels, each of which is convolved separately.
       conv_kernel: tokens in the convolution's window, the token itself included.
       bias: whether the convolution and the products before and after it have biases.
+
+    Raises ModelConfigError for sizes that are not positive or out of their limits.
     """
 
     channels: int
@@ -116,6 +120,8 @@ class NGrams(RecurrentState):
       vocab_size: number of token ids.
       channels: elements of all hidden states of a token.
       kernel: taps of the convolution after the embeddings, each `longest` tokens from the next.
+
+    Raises ModelConfigError for sizes out of their limits, and for a `size` that is no multiple of the number of tables.
     """
 
     number: int
@@ -185,6 +191,9 @@ class GatedDelta(RecurrentState):
       gate: name of the function of the output's gates; None for a sigmoid with `by_element`, otherwise a SiLU.
       ngrams: embeddings of n-grams that the layer adds before the delta net, with arrays of their own; None for none.
       beta_scale: factor of the sigmoid that gives a token's step towards its value.
+
+    Raises ModelConfigError for sizes out of their limits, a num_v_heads that is no multiple of num_k_heads, and a
+    lower_bound that is not finite and below 0.
     """
 
     num_k_heads: int
@@ -266,6 +275,8 @@ class LinearState(RecurrentState):
       num_groups: groups of heads whose outputs are normed together, a divisor of num_heads; 1 for all heads at once.
       qk_norm: whether queries and keys are normed; only in Ling 2.5's form, whose queries and keys have rope.
       activation: name of the function that queries, keys and values pass, "linear" for none.
+
+    Raises ModelConfigError for sizes out of their limits, and groups that do not divide the heads.
     """
 
     num_heads: int
@@ -319,6 +330,8 @@ class StateSpace(RecurrentState):
       activation: name of the function after the convolution.
       dt_limits: bounds of a token's time step.
       multipliers: factors of the projected gate, inputs, B, C, and time steps.
+
+    Raises ModelConfigError for sizes out of their limits, and a num_heads that is no multiple of num_groups.
     """
 
     num_heads: int
@@ -403,6 +416,8 @@ class SelectiveScan(RecurrentState):
       activation: name of the function after the convolution.
       num_heads: groups of channels, each with B, C and inputs of time steps of its own, projected from its channels;
         None if they are projected from all channels, for all.
+
+    Raises ModelConfigError for sizes out of their limits, and heads that do not divide the channels.
     """
 
     channels: int
@@ -460,6 +475,8 @@ class GatedRecurrence(RecurrentState):
       num_heads: groups of channels, a divisor of `channels`; gates of a channel depend on its group.
       conv_kernel: tokens that the convolution over inputs sees, the token itself included.
       activation: name of the function of the gates of outputs.
+
+    Raises ModelConfigError for sizes out of their limits, and channels that are no multiple of num_heads.
     """
 
     channels: int

@@ -158,7 +158,9 @@ def describe(known: Mapping[str, Sequence[int]]) -> str:
 
 
 def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
-    """Return the ascending layers of these taps by kind, in the form of `all_taps`. Kinds without taps are left out."""
+    """Return the ascending layers of these taps by kind, in the form of `all_taps`; a layer of two equal taps twice.
+    Kinds without taps are left out.
+    """
     found: dict[str, list[int]] = {}
     for tap in taps:
         found.setdefault(tap.kind, []).append(tap.layer)

@@ -68,7 +68,9 @@ class ResidualGate(nnx.Module):
         self.gate, self.temperature = declare((size,), jnp.float32, gate), temperature
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Return a * x + b * y, [T, D], for x and y [T, D], computed in float32, in x's dtype."""
+        """Return a * x + b * y, [T, D], for x and y [T, D], computed in float32, in x's dtype: b is the sigmoid of the
+        gate over the temperature, a**2 + b**2 is 1, and a**2 at least _LEAST.
+        """
         gate = self.gate[...] / self.temperature
         ours = jax.nn.sigmoid(gate)
         kept = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-gate) * (1.0 + ours), _LEAST))

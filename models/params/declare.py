@@ -32,7 +32,7 @@ class Source(NamedTuple):
       first: the first row that is used.
       tensor_rows: number of rows of the tensor if other sources use some of them.
       stride: if there are other rows between runs of rows, the distance between the first rows of successive runs.
-      run: number of rows of a run, a multiple of `group`; None for `group`.
+      run: number of rows of a run, a multiple of `group` and a divisor of `rows`; None for `group`.
     """
 
     name: str
@@ -182,7 +182,7 @@ class DeclaredParam:
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
     """Return a new parameter of a module, filled with zeros until jaxengine.models.weights loads its values. Raises
-    ValueError for sources or axes that do not fit the shape.
+    ValueError for sources or axes that do not fit the shape, and for a first axis shorter than `num_experts`.
     """
     rows = sum(source.num_contributed for source in decl.sources)
     if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or shape[0] < (decl.num_experts or 0):
@@ -200,8 +200,9 @@ def numbered(name: str, layer: int | None) -> str:
 
 
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
-    """Yield the weights of a model or of a part of one, abstract or real, in module order, with the layer's number in
-    the names of sources. A model and its towers must have their layers, in order, in an attribute `layers`
+    """Yield the weights of a model or of a part of one, abstract or real, in module order, with the number that the
+    checkpoint stores the layer under, or that of a tower's block, in the names of sources; other names are unchanged. A
+    model and its towers must have their layers, in order, in an attribute `layers`
     (jaxengine.models.causal_lm.CausalLM).
     """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):

@@ -44,8 +44,9 @@ class ModelFileError(ValueError):
 
     Attributes:
       path: the file or folder, as text.
-      what: the fault, with the offending value and what is allowed.
-      where: the key, tensor name or byte offset at which it was found; None if it concerns the entire file.
+      what: the fault, with the offending value and what is allowed; cut to MAX_WHAT characters, and escaped unless
+        printable.
+      where: the key, tensor name or byte offset at which it was found, uncut; None if it concerns the entire file.
       others: (where, what) of further faults of the same kind. The message counts them.
 
     The attributes quote untrusted text. The message is one printable line, and names and values in it are cut to a

@@ -115,7 +115,8 @@ def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON
 def parse_object(
     path: str | os.PathLike[str], source: str, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON object that `source` has, of at most MAX_JSON_DEPTH levels of objects and lists.
+    """Return the JSON object that `source` has, of at most MAX_JSON_DEPTH levels of objects and lists. Without a hook
+    the last of repeated keys counts.
 
     pairs_hook: json's object_pairs_hook, which may raise ModelFileError itself, or None. Raises ModelFileError, which
     names `path`, for anything else.

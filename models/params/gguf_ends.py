@@ -29,8 +29,9 @@ def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the ids, ascending, of the control and user-defined tokens in a file's vocabulary whose names are in
     TURN_ENDS.
 
-    Returns () for metadata without a vocabulary. Without token types every token counts. `<|end|>` is left out if one
-    of _MANY_MESSAGES is among these tokens: an answer then has several messages.
+    Returns () for metadata without a vocabulary. Without one token type for each token, every token counts. Of a name
+    that the vocabulary has twice the last id counts. `<|end|>` is left out if one of _MANY_MESSAGES is among these
+    tokens: an answer then has several messages.
     """
     tokens, types = metadata.get("tokenizer.ggml.tokens"), _as_list(metadata.get("tokenizer.ggml.token_type"))
     if not isinstance(tokens, list):
@@ -44,7 +45,9 @@ def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def listed_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return the value of EOS_LIST as a list, whose entries are not checked; [] if it is absent."""
+    """Return the value of EOS_LIST as a list, a single value as a list of one; [] if it is absent. Entries are not
+    checked.
+    """
     listed = _as_list(metadata.get(EOS_LIST))
     return [] if listed is None else listed if isinstance(listed, list) else [listed]
 

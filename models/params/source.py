@@ -198,8 +198,8 @@ class CheckpointNames(NamedTuple):
         )
 
     def renamed(self, stored: str) -> str:
-        """Return the model's name of the checkpoint's tensor or module `stored`, by prefixes, suffixes, halves and
-        parts.
+        """Return the model's name of the checkpoint's tensor or module `stored`, by the first matching prefix, then the
+        first matching suffix, the halves and the first matching part; unchanged if none matches.
         """
         name = renamed(stored, self.prefixes)
         name = next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
@@ -211,7 +211,7 @@ class CheckpointNames(NamedTuple):
 
     def stored_forms(self, name: str) -> tuple[str, ...]:
         """Return the names of tensors that a checkpoint may have for the model's tensor `name` outside of halves of
-        layers: those that are read and that `renamed` turns into it.
+        layers: those that are read and that `renamed` turns into it, each once; () if there are none.
         """
         found = [name, *(name.replace(new, old) for old, new in self.parts_of(name) if new in name)]
         found += [each.removesuffix(new) + old for each in found for old, new in self.suffixes if each.endswith(new)]

@@ -22,7 +22,9 @@ def fault_in(source: WeightSource, name: str, text: str) -> ModelFileError:
 
 
 class StoredNames:
-    """Names of a checkpoint's tensors, given those of `source`, a view of it, whether they are there or missing."""
+    """Names of a checkpoint's tensors, given those of `source`, a view of it, whether they are there or missing. The
+    names of `source` are read once, at the first call.
+    """
 
     def __init__(self, source: WeightSource):
         self._source = source

@@ -137,7 +137,9 @@ class SoundNorm(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
-        """Return the norm of x f32[U, T, D] over the first counts i32[U] positions of each sound, in f32."""
+        """Return x f32[U, T, D] less the mean, and divided by the deviation, of the first counts i32[U] positions of
+        each sound (0 counts as 1), times the weight and plus the bias, in f32.
+        """
         own = (jnp.arange(x.shape[1]) < counts[:, None])[..., None]
         total = (jnp.maximum(counts, 1) * x.shape[2]).astype(jnp.float32)[:, None, None]
         mean = jnp.where(own, x, 0).sum(axis=(1, 2), keepdims=True) / total

@@ -286,8 +286,8 @@ class Gemma4Tower(nnx.Module):
         self.projector = Linear(size, (project,), axes=("embed", "embed"), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Return the embeddings [P / merge, D] of patches f32[P, F]: learned positions of row and column, layers with
-        rope that attend within segments, and projected norms of squares' means.
+        """Return the embeddings [P / merge, D] of patches f32[P, F], from 0 to 1: learned positions of row and column,
+        layers with rope that attend within segments, and projected norms of squares' means.
 
         columns: i32[C, P], those of config.columns, in order.
         """

@@ -135,9 +135,9 @@ class Lfm2VlTower(nnx.Module):
 
 def _shares(places: jax.Array, sizes: jax.Array, side: int) -> jax.Array:
     """Return the weight of each of `side` learned positions in the position of each patch, f32[P, side], for linear
-    interpolation that averages when it shrinks (torch's `antialias`).
+    interpolation that averages when it shrinks (torch's `antialias`). The weights of a patch add up to 1.
 
-    places, sizes: i32[P], the patch's row or column, and the number of rows or columns of its image.
+    places, sizes: i32[P], the patch's row or column, and the number of rows or columns of its image, below 1 as 1.
     """
     scale = side / jnp.maximum(sizes, 1).astype(jnp.float32)
     centre = (places.astype(jnp.float32) + 0.5) * scale - 0.5

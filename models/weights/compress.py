@@ -39,16 +39,19 @@ def compress(
     folder: Path,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Write the tensors of a checkpoint to `folder`, which must exist, with the matrices of layers rounded.
+    """Write the tensors of a checkpoint to `folder`, which must exist, with the matrices of layers rounded. Files of
+    the same names are replaced.
 
     Args:
       model: abstract, of all stages, with one of jaxengine.models.quantization.registry.ROUNDED.
-      progress: called before each tensor with (tensors done, tensors in total, its name), and at the end.
+      progress: called before each tensor with (tensors done, tensors in total, its name), and at the end with "written"
+        as the name.
 
     Returns the quantization_config, and the error of each kind of matrix, by its module's name with "*" for numbers:
-    the root of the mean squared error relative to the matrix's own root mean square. Raises ModelFileError for a
-    checkpoint that does not fit the model, that stores experts in one tensor or joins matrices that would be rounded,
-    that has no matrix to round, or whose matrices have numbers that are not finite, and if writing fails.
+    the root of the mean squared error relative to the matrix's own root mean square, NaN for matrices of zeros. Raises
+    ModelFileError for a checkpoint that does not fit the model, that stores experts in one tensor or joins matrices
+    that would be rounded, that has no matrix to round, or whose matrices have numbers that are not finite, and if
+    writing fails.
     """
     renamed = RenamedSource(checkpoint, model.checkpoint_names)
     if model.config.experts is not None and any(split_stack(name) for name in renamed.names()):

@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 class HugePages:
     """Allocator of host memory in pieces that are filled from their beginning. A piece is released when no array is in
-    it any more; an unused one takes no memory.
+    it any more; an unused one takes no memory. Only one thread may use it at a time.
     """
 
     def __init__(self) -> None:

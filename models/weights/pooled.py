@@ -80,8 +80,8 @@ def _with_adapter(folder: Path, weights: WeightSource) -> WeightSource:
 
 
 def _file_of(folder: Path, name: str) -> WeightSource | None:
-    """Return the opened file of a module's weight and bias, .safetensors or torch's .pt; None if there is none. Raises
-    ModelFileError for an invalid file, and a link out of the folder.
+    """Return the opened file of a module's weight and bias, .safetensors or else torch's .pt; None if there is none.
+    Raises ModelFileError for an invalid file, and a link out of the folder.
     """
     if (folder / f"{name}.safetensors").exists():
         return SafetensorsCheckpoint(inside(folder, f"{name}.safetensors"))

@@ -85,7 +85,9 @@ def without_windows(fields: ConfigFields) -> ConfigFields:
 
 
 def read_head(fields: ConfigFields, layers: Mapping[str, Any], method: str) -> DFlashConfig:
-    """Return the DFlashConfig of these fields, without tied embeddings.
+    """Return the DFlashConfig of these fields (mask_token_id, target_layer_ids, target_hidden_size, draft_vocab_size,
+    input_embedding_scale, output_multiplier, final_logit_softcapping, sample_from_anchor, windows and, for DSPARK,
+    markov_rank), without tied embeddings. Its streams are target_layer_ids plus one.
 
     It has its own tables if target_hidden_size differs from its own, and its own LM head if its vocabulary is smaller.
     fields: result of `head_fields` for this method. layers: fields of the head's layers, as keyword arguments of

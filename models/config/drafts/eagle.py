@@ -44,8 +44,8 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def read_head(fields: ConfigFields, layers: Mapping[str, Any]) -> EagleConfig:
-    """Return the EagleConfig of these fields, which drafts any token of the vocabulary and uses the model's embeddings
-    and LM head.
+    """Return the EagleConfig of these fields, which drafts any token of the vocabulary, uses the model's embeddings and
+    LM head, and has no tied embeddings and no layers that predict further tokens.
 
     fields: result of `head_fields`. layers: fields of the head's layers, as keyword arguments of ModelConfig without
     the architecture.

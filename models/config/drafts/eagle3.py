@@ -71,7 +71,9 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig) -> Eagle3Config:
-    """Return the Eagle3Config of these fields, named "Eagle3" and its layer's class, and without tied embeddings.
+    """Return the Eagle3Config of these fields (target_hidden_size, draft_vocab_size, norm_before_residual,
+    norm_before_fc, fc_norm, norm_output and those of `_streams`), named "Eagle3" and its layer's class, and without
+    tied embeddings.
 
     Args:
       fields: result of `head_fields`.
@@ -79,7 +81,7 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
       model: the target model, whose hidden states the head reads.
 
     Raises ModelConfigError for a field that is missing, of a wrong type or out of its limits, for a draft vocabulary
-    larger than the vocabulary, and for a layer with a sliding window.
+    larger than the vocabulary, for a layer with a sliding window, and if use_aux_hidden_state is false.
     """
     if layer["attention"][0].window is not None:
         raise fields.fail("sliding_window", "absent, or not used, for an EAGLE-3 head")

@@ -100,8 +100,8 @@ class GGUFConfig(NamedTuple):
 
 
 def with_numbers(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return metadata in which a list of a number for each layer, as files of any architecture may have it, is the
-    number if all are equal.
+    """Return a copy of metadata in which a list of a number for each layer in a field of _OF_LAYERS is the number if
+    all are equal; other lists stay. Raises ModelConfigError if the architecture is missing.
     """
     prefix = gguf_architecture(metadata)
     own = (f"{prefix}.{name}" for name in _OF_LAYERS)
@@ -122,7 +122,9 @@ def gguf_fields(
     **attention: Any,
 ) -> dict[str, Any]:
     """Return the fields that families share from a GGUF file, as keyword arguments of ModelConfig, without the
-    architecture. All layers are alike.
+    architecture. All layers are alike. They are the numbers, sizes and lengths of embedding, layers (less
+    nextn_predict_layers), heads, feed-forward part, context and sliding window, the epsilon, rope and its scaling, and
+    the tokenizer's vocabulary, first token and ends.
 
     Args:
       partial_rotary: whether the family supports rotating a part of each head only.
@@ -219,8 +221,9 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def gguf_temperature(fields: ConfigFields) -> TemperatureTuning | None:
-    """Return the factor of queries by their positions, which grows with each original context; None for none. Raises
-    ModelConfigError for wrong fields.
+    """Return the factor of queries by their positions, which grows with each original context; None without
+    `attention.temperature_scale`. The context is `attention.temperature_length`, or else the original context of rope's
+    scaling, or else `context_length`. Raises ModelConfigError for wrong fields.
     """
     if not (beta := fields.number("attention.temperature_scale", 0.0)):
         return None
@@ -247,8 +250,8 @@ def gguf_sliding(fields: ConfigFields, full_every: int, *, full_first: bool = Fa
 
 
 def gguf_flags(fields: ConfigFields, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
-    """Return whether what the field `name` lists is so for each layer that is read; without it, `default`. The list may
-    have layers that predict further tokens, too. Raises ModelConfigError for anything else.
+    """Return whether what the field `name` lists, as booleans or as 0 and 1, is so for each layer that is read; without
+    it, `default`. The list may have layers that predict further tokens, too. Raises ModelConfigError for anything else.
     """
     count = fields.integer("block_count")
     read = max(count - fields.integer("nextn_predict_layers", 0, minimum=0), 0)
@@ -270,8 +273,9 @@ def gguf_of_layers(fields: ConfigFields, name: str, minimum: int = 1) -> tuple[i
 
 
 def gguf_limits(fields: ConfigFields) -> tuple[tuple[float | None, float | None], ...]:
-    """Return the bounds of SwiGLU in the experts and in the shared MLP of each layer that is read, as a file lists
-    them; None for 0, which is no bound. Raises ModelConfigError for wrong lists.
+    """Return the bounds of SwiGLU in the experts and in the shared MLP of each layer that is read, as
+    `swiglu_clamp_exp` and `swiglu_clamp_shexp` list them for all layers; None for 0 and without the list, which is no
+    bound. Raises ModelConfigError for wrong lists.
     """
     limits, count = [], fields.integer("block_count")
     for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
@@ -344,10 +348,11 @@ def gguf_experts(
 
 
 def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str, norm_weights: bool = False) -> ExpertsConfig | None:
-    """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers, in groups, with a shared MLP.
-    None for a file without experts (Youtu-LLM). scoring_func: "softmax", or "sigmoid", which comes with a correction
-    bias. norm_weights: default of expert_weights_norm. Raises ModelConfigError for a field that is missing or wrong,
-    and if the file gives another gating function than `scoring_func`.
+    """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers (`leading_dense_block_count`),
+    in groups (`expert_group_...`), with a shared MLP of expert_shared_count experts. None for a file without experts
+    (Youtu-LLM). scoring_func: "softmax", or "sigmoid", which comes with a correction bias. norm_weights: default of
+    expert_weights_norm. Raises ModelConfigError for a field that is missing or wrong, and if the file gives another
+    gating function than `scoring_func`.
     """
     if not fields.integer("expert_count", 0, minimum=0):
         return None
@@ -390,8 +395,8 @@ def _vocab_size(general: ConfigFields) -> int:
 
 
 def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
-    """Return the elements of a head, hidden_size / num_heads if the file does not give them. Raises ModelConfigError if
-    that is not a whole number, and if values and keys differ in size.
+    """Return the elements of a head, `attention.key_length`, or hidden_size / num_heads without it. Raises
+    ModelConfigError if that is not a whole number, and if values and keys differ in size.
     """
     head_dim = fields.integer("attention.key_length", None)
     if head_dim is None:
@@ -407,8 +412,8 @@ def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
 
 
 def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> int:
-    """Return the number of rotated elements of a head, by default all. Raises ModelConfigError for more than head_dim,
-    and for fewer unless partial_rotary.
+    """Return the number of rotated elements of a head, `rope.dimension_count`, by default all. Raises ModelConfigError
+    for more than head_dim, and for fewer unless partial_rotary.
     """
     rotary_dim = fields.integer("rope.dimension_count", head_dim)
     if rotary_dim > head_dim or (rotary_dim < head_dim and not partial_rotary):
@@ -487,8 +492,8 @@ def _rope_scaling(
 
 
 def _sliding_window(fields: ConfigFields, max_positions: int) -> int | None:
-    """Return the sliding window; None if there is none, or if it is at least max_positions. Raises ModelConfigError for
-    a value that is not an integer >= 0.
+    """Return `attention.sliding_window`; None if it is absent or 0, or if it is at least max_positions. Raises
+    ModelConfigError for a value that is not an integer >= 0.
     """
     window = fields.integer("attention.sliding_window", 0, minimum=0)
     return None if window == 0 or window >= max_positions else window

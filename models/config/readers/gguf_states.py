@@ -29,8 +29,9 @@ def gguf_hybrid(gguf: GGUFConfig, state: LayerState, **options: Any) -> dict[str
 
 
 def gguf_state_space(fields: ConfigFields) -> StateSpace:
-    """Return the Mamba-2 of a file's layers, normed after its gate. Raises ModelConfigError for fields that are missing
-    or wrong.
+    """Return the Mamba-2 of a file's layers, by the fields `ssm.time_step_rank` (heads), `inner_size`, `group_count`,
+    `state_size` and `conv_kernel`, normed after its gate. Raises ModelConfigError for fields that are missing or wrong,
+    and an inner size that is no multiple of the heads.
     """
     heads, size = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
     if size % heads:
@@ -45,8 +46,9 @@ def gguf_state_space(fields: ConfigFields) -> StateSpace:
 
 
 def gguf_scan(fields: ConfigFields, **norms: Any) -> SelectiveScan:
-    """Return the Mamba of a file's layers. norms: fields of SelectiveScan on norms. Raises ModelConfigError for fields
-    that are missing or wrong.
+    """Return the Mamba of a file's layers, by the fields `ssm.inner_size`, `state_size`, `time_step_rank` and
+    `conv_kernel`. norms: fields of SelectiveScan on norms. Raises ModelConfigError for fields that are missing or
+    wrong.
     """
     return SelectiveScan(
         channels=fields.integer("ssm.inner_size"),
@@ -78,7 +80,9 @@ def gguf_mamba2(gguf: GGUFConfig) -> dict[str, Any]:
 
 
 def _states_only(gguf: GGUFConfig, state: LayerState, heads: int, head_dim: int, ffn_size: int) -> dict[str, Any]:
-    """Return `gguf_fields` with this state in all layers, and these sizes in place of the file's, which are 0."""
+    """Return `gguf_fields` with this state in all layers, no rope and no window, and these sizes in place of the
+    file's, which are 0. Raises ModelConfigError in the cases of gguf_fields.
+    """
     sizes = {"attention.head_count": heads, _HEADS_KV: heads, "feed_forward_length": ffn_size}
     # Rope, which no layer has, must have an even size.
     sizes |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 2)
@@ -113,8 +117,9 @@ def with_states(shape: dict[str, Any], state: LayerState, recurrent: Sequence[bo
 
 
 def gguf_delta(fields: ConfigFields) -> GatedDelta:
-    """Return the gated delta net of a file of Qwen3-Next or Qwen3.5. Raises ModelConfigError for fields that are
-    missing or wrong.
+    """Return the gated delta net of a file of Qwen3-Next or Qwen3.5, by the fields `ssm.group_count` (key heads),
+    `time_step_rank` (value heads), `state_size`, `inner_size` and `conv_kernel`. Raises ModelConfigError for fields
+    that are missing or wrong.
     """
     heads, size = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
     if size % heads:

@@ -60,7 +60,7 @@ def config_file(folder: Path | str, config_format: str = AUTO) -> str:
 def read_config_json(folder: Path | str, config_format: str = AUTO) -> dict[str, Any]:
     """Return the content of a checkpoint folder's config.json, or what Mistral AI's params.json says in its place. If
     config.json has no quantization settings, those of hf_quant_config.json in the same folder are added, with the
-    method "modelopt" unless they name another.
+    method "modelopt" unless they name another; the fields of a `vlm_config` replace its own (`with_inner_model`).
 
     config_format: see `config_file`. Raises ModelFileError if the file is absent or not a JSON object, and for a
     params.json of an unsupported model.
@@ -217,7 +217,9 @@ def hf_fields(
     **attention: Any,
 ) -> dict[str, Any]:
     """Return the fields that families share from a config.json, as keyword arguments of ModelConfig, without the
-    architecture. Layers that predict further tokens count as not read.
+    architecture. num_key_value_heads is by default num_attention_heads, and the epsilon 1e-6; of several first tokens
+    the first counts; other fields without a default below must be there. Layers that predict further tokens count as
+    not read.
 
     Args:
       windows: window of each layer, or one for all; None for a layer that attends to all keys.
@@ -395,7 +397,9 @@ def ropes_by_kind(
 
 
 def require_rope(fields: ConfigFields) -> None:
-    """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`."""
+    """Raise ModelConfigError for a file in which both `rope_parameters` and `rope_scaling` are absent, null or empty,
+    and for one that is not a mapping.
+    """
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.fail("rope_parameters", "a mapping")
 

@@ -17,8 +17,8 @@ def hf_latent_fields(
     fields: ConfigFields, *, interleaved: bool = True, roped: bool = True, **options: Any
 ) -> dict[str, Any]:
     """Return keyword arguments of ModelConfig, without the architecture, from the config.json of a model with
-    multi-head latent attention: those of `hf_fields`, with a Latent in each layer, one KV head, and a softmax scale
-    that includes the square of YaRN's mscale.
+    multi-head latent attention: those of `hf_fields`, with a Latent in each layer, whose sizes are the fields of the
+    same names (q_lora_rank may be absent), one KV head, and a softmax scale that includes the square of YaRN's mscale.
 
     Args:
       interleaved: whether rope rotates pairs of neighbouring elements, as in GPT-J.
@@ -72,10 +72,10 @@ def gguf_latent_fields(gguf: GGUFConfig, *, interleaved: bool = True, **options:
     latent attention: those of `gguf_fields`, with a Latent in each layer, one KV head, rope of neighbouring elements if
     `interleaved`, and a softmax scale that includes the square of YaRN's mscale.
 
-    Current files give the sizes of attention over latents, with one KV head, and in addition those of a head; older
-    files give only the latter. options: further options of gguf_fields, without interleaved and yarn. Raises
-    ModelConfigError for a field that is missing, wrong or not supported, and for heads in which all elements are
-    rotated.
+    Current files give the sizes of attention over latents, with one KV head, and in addition those of a head
+    (`..._length_mla`); older files give only the latter. options: further options of gguf_fields, without interleaved
+    and yarn. Raises ModelConfigError for a field that is missing, wrong or not supported, and for heads in which all
+    elements are rotated.
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count", minimum=0)

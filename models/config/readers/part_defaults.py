@@ -329,16 +329,16 @@ def with_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a nested configuration in which absent fields have the sizes of transformers' class of its
-    `model_type`.
+    """Return a copy of a nested configuration in which absent fields, but not null ones, have the sizes of
+    transformers' class of its `model_type`.
     """
     sizes, more = _SIZES.get(str(part.get(_MODEL_TYPE)), ((), {}))
     return {**dict(zip(_COLUMNS, sizes, strict=False)), **more, **part}
 
 
 def with_text_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the configuration of a text model under a tower in which absent fields have the sizes of
-    transformers' class of its `model_type`.
+    """Return a copy of the configuration of a text model under a tower in which absent fields, but not null ones, have
+    the sizes of transformers' class of its `model_type`.
     """
     sizes, more = _TEXTS.get(str(text.get(_MODEL_TYPE)), ((), {}))
     return with_sizes({**dict(zip(_COLUMNS, sizes, strict=False)), **more, **text})

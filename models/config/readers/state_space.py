@@ -9,10 +9,11 @@ from jaxengine.models.config.state import StateSpace
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """Return the StateSpace in the fields that configurations with Mamba-2 share. inner_size: elements of a token's
-    inputs in all heads together. norm: StateSpace.norm. `hidden_act` is the activation, which the caller has checked.
-    Raises ModelConfigError for fields that are missing or wrong, and if the heads together do not have inner_size
-    elements.
+    """Return the StateSpace in the fields that configurations with Mamba-2 share: mamba_n_heads, mamba_d_head ("auto"
+    or absent: inner_size over the heads), mamba_n_groups (default: 1), mamba_d_state, mamba_d_conv (4), mamba_conv_bias
+    (true; null is false), mamba_proj_bias (false) and time_step_limit. inner_size: elements of a token's inputs in all
+    heads together. norm: StateSpace.norm. `hidden_act` is the activation, which the caller has checked. Raises
+    ModelConfigError for fields that are missing or wrong, and if the heads together do not have inner_size elements.
     """
     num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
     head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")

@@ -100,7 +100,7 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
         """Map x[T, D] to ([T, D], the states after this step's tokens): projections, convolutions, state space plus
-        skip, SiLU gate with norm, output projection.
+        skip with time steps limited to `dt_limits`, SiLU gate with norm, output projection.
 
         states: both windows of the convolutions and the matrices, [R, ...] each; StateSpace.arrays has the shapes of
         one row. rows: those that sequences read and write.

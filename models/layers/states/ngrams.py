@@ -159,7 +159,7 @@ class GatedNGrams(nnx.Module):
 
     def _gated(self, x: jax.Array, embedded: jax.Array, step: StepInputs) -> jax.Array:
         """Return the values [T, A * D] of embeddings [T, size], multiplied by the gates of hidden states x: sigmoids of
-        the signed roots of products of normed keys and x.
+        the signed roots of products of normed keys and x over sqrt(D), whose size is at least _LEAST_GATE.
         """
         key, query = self.key_norm(self.key(embedded, step.rows)), self.query_norm(x)
         products = key.astype(jnp.float32) * query.astype(jnp.float32)

@@ -77,7 +77,7 @@ class RecurrentBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
         """Map x[T, D] to ([T, D], the states after this step's tokens): projection, convolution, gated recurrence
-        (RG-LRU), activated gate, output projection.
+        (RG-LRU) with decays of at least _LEAST, activated gate, output projection.
 
         states: the window of the convolution and the channels' states, [R, ...] each; GatedRecurrence.arrays has the
         shapes of one row. rows: those that sequences read and write.

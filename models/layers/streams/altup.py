@@ -89,7 +89,8 @@ class Projections(nnx.Module):
 
     def __call__(self, first: jax.Array, others: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the projections f32[T, D] of the A - 1 hidden states `others` [T, D], each scaled to the root mean
-        square of `first` [T, D]. Raises ValueError if `others` has another number of them.
+        square of `first` [T, D]; their own mean square counts as at least _LEAST_SQUARE. Raises ValueError if `others`
+        has another number of them.
         """
         wide = [product(x).astype(jnp.float32) for product, x in zip(self.products, others, strict=True)]
         target = _mean_square(first.astype(jnp.float32))

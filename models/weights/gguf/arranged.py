@@ -33,7 +33,7 @@ class Arrangement(NamedTuple):
 
     def columns_of(self, group: int) -> np.ndarray | None:
         """Return the index of each run of `group` columns, by which blocks have scales; None if the arrangement divides
-        such runs.
+        such runs or the columns are no multiple of `group`. `columns` must not be None.
         """
         assert self.columns is not None
         if len(self.columns) % group:

@@ -133,7 +133,9 @@ class GGUFFile:
         return header.metadata, tuple(replace(info, part=part) for info in header.tensors)
 
     def names(self) -> Iterable[str]:
-        """Return the canonical names of all tensors in the order of the file; those of kept matrices come last."""
+        """Return the canonical names of all tensors: in the order of the file, arranged ones after the others, then
+        those whose numbers the metadata list, then the parts of kept matrices.
+        """
         kept = {weight for weight, _ in self._kept.values()}
         return (*(name for name in self._tensors if name not in kept), *self._numbers, *self._kept)
 
@@ -173,8 +175,9 @@ class GGUFFile:
         undone, int8 for kept codes, otherwise float32.
 
         What the file's converter does to values is undone: the offset of the weights of norms, and exp(A_log) of
-        states. Factors of whole matrices are applied. Raises ModelFileError for a tensor that the file does not have or
-        whose values are not possible, and if it cannot be read.
+        states. Factors of whole matrices are applied, and rows of heads are in Hugging Face's order. Raises
+        ModelFileError for a tensor that the file does not have or whose values are not possible, and if it cannot be
+        read.
         """
         if name in self._numbers:
             return self._numbers[name][rows]
@@ -395,7 +398,9 @@ def _of_layer(counts: list[int], layer: int) -> int:
 def _of_read_layers(
     architecture: str, metadata: Mapping[str, Any], tensors: tuple[TensorInfo, ...]
 ) -> tuple[TensorInfo, ...]:
-    """Return the tensors without those of the last layers, which predict further tokens and are not read."""
+    """Return the tensors without those of the last layers, which predict further tokens and are not read; all tensors
+    if the metadata do not give both numbers of layers as integers.
+    """
     count, further = (metadata.get(f"{architecture}.{name}") for name in ("block_count", "nextn_predict_layers"))
     if type(count) is not int or type(further) is not int:
         return tensors
