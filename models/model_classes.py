@@ -20,7 +20,9 @@ class ClassTable(MutableMapping[str, type[_Model]]):
     """Classes by name, imported at the first look-up of each; iterating over values imports them one by one, in order.
 
     modules: class name -> module in jaxengine.models.families, or "module:class" where the class has another name.
-    further: returns classes of further names; called when a name is not in `modules`, or all are asked for.
+    further: returns classes of further names; called once, when a name is not in `modules`, or all are asked for. A row
+    that is set replaces the class of its name. Raises KeyError for an unknown name, and the errors of importing a
+    family.
     """
 
     def __init__(self, modules: Mapping[str, str], further: Callable[[], Mapping[str, type[_Model]]] = dict):

@@ -168,8 +168,10 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     architecture that is not registered.
 
     pooler: the computation of a pooling model on hidden states; None for a model that generates. Its quantization is
-    that of `quantization_config`, `compression_config` or a text config, the first that is not null. With a pooler, the
-    layers of a model whose tokens see their whole prompt are not causal; without one, such a model is an error.
+    that of `quantization_config`, `compression_config` or a text config, the first that is not null. Ids of first and
+    last tokens at or above the vocabulary's size are left out. With a pooler, the layers of a model whose tokens see
+    their whole prompt (`sees_all`) are not causal, and its tower never cuts a prompt; without one, such a model is an
+    error.
     """
     fields = ConfigFields(with_usual_fields(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields), nested=fields.mapping("text_config") is not None)

@@ -61,7 +61,7 @@ def read_quantization(
     parts: tuple[tuple[str, str], ...] = (),
 ) -> Quantization | None:
     """Return the Quantization that a checkpoint's quantization_config describes, read by the reader of its
-    `quant_method`; None if `settings` is None.
+    `quant_method`, in capitals or not; None if `settings` is None.
 
     prefixes: pairs of a beginning of the checkpoint's names and the model's replacement. suffixes: such pairs for ends
     of the names of its tensors. parts: such pairs for parts of names. Raises ModelConfigError for an unsupported

@@ -39,7 +39,9 @@ _STACKS = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """Storage of a checkpoint's modules: the `scheme` of a jaxengine.models.build.Build.
+    """Storage of a checkpoint's modules: the `scheme` of a jaxengine.models.build.Build. Called with a module's name,
+    in which "{expert}" stands for expert 0, it returns the module's Scheme, and raises ModelConfigError as `_chosen`
+    does.
 
     Attributes:
       method: vLLM's name for the kind of checkpoint, or the format to which a plain one is rounded.
@@ -218,7 +220,8 @@ def given(settings: Mapping[str, Any], field: str, default: Any) -> Any:
 
 
 def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Return the list of names in a field of a quantization_config, () if it is missing or empty.
+    """Return the list of names in a field of a quantization_config, () if it is missing, null or empty. Order and
+    repetitions stay.
 
     Raises ModelConfigError for anything but a list of at most _MAX_NAMES valid names.
     """

@@ -29,9 +29,9 @@ _NAME = re.compile(r"[\w.-]+")
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that AutoRound's settings describe. Raises ModelConfigError for unsupported ones.
 
-    Modules of extra_config have their own settings. All others in the named blocks (all matrices if no block is named)
-    have those of the file. Modules in modules_to_not_convert are plain, and so are heads unless extra_config names
-    them.
+    Modules of extra_config have their own settings. All others in the blocks of block_name_to_quantize, or else of
+    to_quant_block_names, a list or a text with commas (all matrices if neither names any), have those of the file.
+    Modules in modules_to_not_convert are plain, and so are heads unless extra_config names them.
     """
     act_bits = settings.get("act_bits")
     if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):

@@ -22,8 +22,9 @@ _LEAST = np.float32(1e-5)  # of the mean magnitude that is a matrix's scale
 
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that transformers' BitNetQuantConfig describes: all matrices but those in
-    modules_to_not_convert are Ternary, or RoundedTernary for "autobitlinear" and "online". Raises ModelConfigError for
-    unsupported settings.
+    modules_to_not_convert are Ternary, or RoundedTernary for the linear_class "autobitlinear" with the
+    quantization_mode "online"; with the usual linear_class, "bitlinear", their scales divide. Raises ModelConfigError
+    for unsupported settings.
     """
     refuse(settings, "use_rms_norm")
     kind = one_of(settings, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
@@ -37,7 +38,8 @@ class Ternary(InOrder):
     """Storage format of `weight` u8 [out / 4, in], weights plus one, two bits each, and one number, `weight_scale`.
 
     The lowest two bits of all bytes are the first quarter of the rows, the next two bits the second quarter, and so on.
-    divides: whether weights are codes divided by the scale; otherwise they are multiplied by it.
+    divides: whether weights are codes divided by the scale; otherwise they are multiplied by it. Reading codes raises
+    ModelFileError for the pair of bits 3.
     """
 
     divides: bool

@@ -26,7 +26,8 @@ AWQ, GPTQ = "awq", "gptq"
 
 def read_awq(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that AWQ settings describe: all matrices but those that modules_to_not_convert lists are
-    in the "gemm" layout of 4 bits. Raises ModelConfigError for unsupported settings.
+    in the "gemm" layout of 4 bits, with scales for q_group_size, or else group_size, inputs (default: 128), and zero
+    points unless zero_point is false. Raises ModelConfigError for unsupported settings.
     """
     for field in ("version", "format", "checkpoint_format"):  # AutoAWQ's name, and GPTQModel's
         one_of(settings, field, ("gemm", "GEMM"), "gemm")
@@ -83,8 +84,9 @@ def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], G
 
 
 def _gptq(settings: Mapping[str, Any]) -> Gptq:
-    """Return the storage format of modules with these settings. Stored zero points are one less than the actual ones
-    unless the format is gptq_v2. Raises ModelConfigError for unsupported settings.
+    """Return the storage format of modules with these settings: `bits` 2, 3, 4 or 8, group_size (default: 128), `sym`
+    (true) and desc_act (false). Stored zero points are one less than the actual ones unless the format is gptq_v2.
+    Raises ModelConfigError for unsupported settings.
     """
     bits, sym = one_of(settings, "bits", (2, 3, 4, 8)), one_of(settings, "sym", (True, False), True)
     versions = [

@@ -21,9 +21,10 @@ _LARGEST_F32 = float(np.finfo(np.float32).max)
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that fp8 settings describe. Raises ModelConfigError for unsupported ones.
 
-    Matrices are e4m3 with a scale per block, or per tensor without weight_block_size, and rows are rounded to e4m3.
-    Experts are MXFP4 if expert_dtype is fp4. Tables of n-grams have a scale for every 32 elements of a row. Modules in
-    modules_to_not_convert and ignored_layers are plain.
+    Matrices are e4m3 with a scale per block, or per tensor without weight_block_size, and rows are rounded to e4m3,
+    with scales of a row or of a block's columns, powers of two if scale_fmt is "ue8m0", or with the checkpoint's one
+    scale if activation_scheme is "static". Experts are MXFP4 if expert_dtype is fp4. Tables of n-grams have a scale for
+    every 32 elements of a row. Modules in modules_to_not_convert and ignored_layers are plain.
     """
     one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = block_size(settings, "weight_block_size")

@@ -63,7 +63,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 class AdapterConfig:
     """Content of an adapter_config.json, checked. Raises ModelFileError, which names `path`, for an invalid file or an
-    unsupported option.
+    unsupported option; fields that are not known must be absent, null, false, 0 or empty. `r` and lora_alpha are by
+    default 8.
 
     Names of modules are those of the adapter's file, unless stated otherwise. Methods raise ModelFileError, too, if
     matching the file's expressions takes too many steps.

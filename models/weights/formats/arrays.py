@@ -29,7 +29,8 @@ class ArraySource:
     """WeightSource over tensors by name. Each is copied to host memory when it is read, and only the last one read is
     cached there.
 
-    Of a tensor that is split over devices, only the requested rows and columns are copied.
+    Of a tensor that is split over devices, only the requested rows and columns are copied. Methods raise KeyError for
+    an unknown name.
     """
 
     path = PATH

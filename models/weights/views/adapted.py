@@ -23,8 +23,9 @@ _ORIGINAL, _A, _B = (f"{_MIDDLE}{end}" for end in ("original", "0.lora_A", "0.lo
 class AdaptedSource(NamedSource):
     """WeightSource of a checkpoint with adapters of several tasks as one without adapters.
 
-    adaptation: (number of a task, factor of its product), which is added to each matrix; None to add none. Raises
-    ModelFileError for adapters that do not fit their matrix, or lack the task, and if two tensors get one name.
+    adaptation: (number of a task, factor of its product), which is added to each matrix in float32 and rounded to the
+    matrix's dtype; None to add none. Raises ModelFileError for adapters that do not fit their matrix, or lack the task,
+    and if two tensors get one name.
     """
 
     def __init__(self, source: WeightSource, adaptation: tuple[int, float] | None):

@@ -10,7 +10,9 @@ from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 
 
 class ExtendedSource(WrappedSource):
-    """WeightSource that has the arrays `added`, by name, as well as the tensors of `source`."""
+    """WeightSource that has the arrays `added`, by name, as well as the tensors of `source`, whose names they must not
+    have. Parts of them are read as views, not copied.
+    """
 
     def __init__(self, source: WeightSource, added: Mapping[str, np.ndarray]):
         super().__init__(source)

@@ -10,7 +10,9 @@ from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource, s
 
 
 class JoinedSource(WrappedSource):
-    """WeightSource of a checkpoint and of further ones, whose tensors' names get a prefix for each checkpoint."""
+    """WeightSource of a checkpoint and of further ones, whose tensors' names get a prefix for each checkpoint. A
+    prefixed name takes precedence over the same name in `source`.
+    """
 
     def __init__(self, source: WeightSource, others: Mapping[str, WeightSource], without: Collection[str] = ()):
         """Wrap the sources. others: further checkpoints by prefix. without: tensors of `source` that are left out.

@@ -151,8 +151,9 @@ def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
 
 
 def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], shape: KVShape) -> np.ndarray | None:
-    """Return the scales of keys or of values, f32[layers, K], 1 for layers without pages; None if no layer has any.
-    Raises ModelFileError if only some layers with pages have one, and for invalid ones.
+    """Return the scales of keys or of values, f32[layers, K], 1 for layers without pages; None if no layer has any. Of
+    several names of a layer's scale the first of `kind` counts; one number holds for all heads. Raises ModelFileError
+    if only some layers with pages have one, and for invalid ones.
 
     names: all names of the source. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
     """

@@ -19,7 +19,7 @@ _KEYS, _VALUES, _BOTH = ".k_b_proj.weight", ".v_b_proj.weight", ".kv_b_proj.weig
 
 class SplitLatentSource(WrappedSource):
     """WeightSource of a checkpoint with split latent projections as one with joined projections; a checkpoint without
-    such tensors is unchanged.
+    such tensors is unchanged. Values are converted to the dtype of keys.
 
     Raises ModelFileError for keys without values, and for shapes that do not match.
     """
