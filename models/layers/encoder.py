@@ -112,7 +112,9 @@ def gguf_encoder_fields(
     gated: bool = False,
     eps: str = "attention.layer_norm_epsilon",
 ) -> dict[str, Any]:
-    """Return the keyword arguments of ModelConfig, except the architecture, that encoders share from a GGUF file.
+    """Return the keyword arguments of ModelConfig, except the architecture, that encoders share from a GGUF file. Its
+    vocab_size counts each token once for each of `tokenizer.ggml.token_type_count` token types, if the file has their
+    table.
 
     activation, gated: those of EncoderConfig, which no metadata say. bias: whether attention's projections usually have
     biases. positions: whether there is a table of positions, with context_length rows. rotates: whether layers have

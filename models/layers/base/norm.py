@@ -89,7 +89,9 @@ class FixedRMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm (x - mean(x)) / std(x) * weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
+    """Layer norm (x - mean(x)) / std(x) * weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450), where
+    std(x) is sqrt(variance + eps), computed in float32 and rounded once to x's dtype.
+    """
 
     has_bias = True
 

@@ -124,8 +124,8 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: jax.Array, states: tuple[jax.Array, jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens): projections, convolution, gated delta rule,
-        norm, gate, output projection.
+        """Map x[T, D] to ([T, D], the states after this step's tokens): projections, convolution, gated delta rule of
+        queries and keys of length 1 (queries divided by the root of their size), norm, gate, output projection.
 
         states: windows of the convolution and matrices, [R, ...] each; GatedDelta.arrays has the shapes of one row.
         rows: those that sequences read and write.

@@ -86,8 +86,8 @@ class HyperConnection(nnx.Module):
 
     def mixed(self, x: jax.Array) -> tuple[jax.Array, Mixing]:
         """Return the shares f32[T, A] of the hidden states x [T, A * D] in a part's input, and the weights with which
-        `write` adds a part's output to x: sigmoids, and a matrix that `rounds` of division by sums make doubly
-        stochastic.
+        `write` adds a part's output to x: sigmoids plus eps, `magnitude` times sigmoids, and a matrix that `rounds` of
+        division by sums (plus eps) make doubly stochastic.
         """
         count, eps = self.form.num_streams, self.form.eps
         mixed, bias, factors = self.mixer(x), self.mixer.bias[...], self.mixer.factors[...]

@@ -117,7 +117,7 @@ class BlockIndexer(nnx.Module):
 
 def block_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, seen: jax.Array) -> jax.Array:
     """Return the indexer's scores f32[B, b] of blocks with `keys` [B, b, J]: sums of relu(q . key) over heads, with
-    their `weights` f32[B, I]; -inf for blocks that are not `seen`, bool[B, b]. q: [B, I, J].
+    their `weights` f32[B, I]; a zero without a sign; -inf for blocks that are not `seen`, bool[B, b]. q: [B, I, J].
     """
     products = jnp.einsum("bij,bkj->bik", q.astype(jnp.float32), keys, preferred_element_type=jnp.float32)
     scores = jnp.sum(weights[..., None] * jax.nn.relu(products), axis=1)
@@ -216,7 +216,8 @@ class CompressedAttention(nnx.Module):
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x[T, D] to ([T, D], the pool with the keys of completed blocks and the states after this step's tokens).
         kept: (the pool, the states). located: (LayerPages, StateRows). A layer without blocks gets the states and the
-        StateRows alone, and returns the states alone.
+        StateRows alone, and returns the states alone. Raises ModelConfigError for a page size that does not suit the
+        blocks.
         """
         blocks: TokenBlocks = step.blocks
         assert step.rope is not None
@@ -290,7 +291,8 @@ class CompressedAttention(nnx.Module):
         self, made: Sequence[jax.Array], blocks: TokenBlocks, kv: KVPages, where: LayerPages
     ) -> tuple[KVPages, BlockPages]:
         """Write the keys of the blocks that the step completes, [M, H] each, to the pool; return the new pool and the
-        BlockPages that reads blocks from it. made: the layer's keys and, with an indexer, its keys.
+        BlockPages that reads blocks from it. made: the layer's keys and, with an indexer, its keys. Raises
+        ModelConfigError for a page size that does not suit the blocks.
         """
         slots, ragged = self.keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
         ends = ragged.slot_mapping.at[blocks.last].get(mode="fill", fill_value=-1)

@@ -179,7 +179,8 @@ class SharedKeysAttention(CompressedAttention):
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x[T, D] to ([T, D], the pool with the keys of completed blocks and the states after this step's tokens).
         kept: (the pool, the states). located: (LayerPages, StateRows). A layer without blocks gets the states and the
-        StateRows alone, and returns the states alone. States of ids are neither read nor returned.
+        StateRows alone, and returns the states alone. States of ids are neither read nor returned. Raises
+        ModelConfigError for a page size that does not suit the blocks.
         """
         blocks: TokenBlocks = step.blocks
         assert step.rope is not None
