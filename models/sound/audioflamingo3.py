@@ -32,8 +32,9 @@ class AudioFlamingo3TowerConfig(Qwen2AudioTowerConfig):
 
 
 def read_audioflamingo3(fields: ConfigFields) -> AudioFlamingo3TowerConfig:
-    """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and for an odd
-    number of positions.
+    """Return the tower's configuration from a config.json: read_qwen2_audio's with the sizes of Whisper's large models
+    by default, `projector_hidden_act` (default: gelu) and `projector_bias` (default: true). Raises ModelConfigError for
+    wrong fields, and for an odd number of positions.
     """
     return AudioFlamingo3TowerConfig(
         **vars(read_qwen2_audio(fields, LARGE)),

@@ -73,6 +73,7 @@ _NAMES = {
 def read_encoder(fields: ConfigFields) -> EncoderSizes:
     """Return the sizes of an encoder from its configuration, which has Whisper's names or the usual ones of encoders.
 
+    `max_source_positions` is 1500 and `activation_function` gelu by default; other fields are required.
     `scale_embedding` is not read: transformers scales nothing by it. Raises ModelConfigError for wrong fields, and if
     the number of heads does not divide the size, or the size is odd or below 4.
     """

@@ -51,8 +51,8 @@ class MossTranscribeTowerConfig(TowerConfig):
 
 def read_moss_transcribe(fields: ConfigFields, norm_eps: float) -> MossTranscribeTowerConfig:
     """Return the tower's configuration from a config.json. norm_eps: epsilon of the text model's norms. Raises
-    ModelConfigError for wrong fields, if `audio_merge_size` does not divide the number of positions, and if
-    `audio_chunk_size` is not a window's number of samples.
+    ModelConfigError for wrong fields, if `audio_merge_size` (default: 4) does not divide the number of positions, and
+    if `audio_chunk_size` is not a window's number of samples.
     """
     sizes = read_encoder(fields.part("audio_config", **_DEFAULTS))
     joined = fields.integer("audio_merge_size", 4)

@@ -49,11 +49,12 @@ class MusicFlamingoTowerConfig(AudioFlamingo3TowerConfig):
 
 
 def read_musicflamingo(fields: ConfigFields) -> MusicFlamingoTowerConfig:
-    """Return the tower's configuration from a config.json. The share `partial_rotary_factor` of a row's elements,
-    rounded up to whole pairs, rotates by the window, and as many further elements by the row.
+    """Return the tower's configuration from a config.json. The share `partial_rotary_factor` (default: 0.2) of a row's
+    elements, rounded up to whole pairs, rotates by the window, and as many further elements by the row.
 
-    Raises ModelConfigError for wrong fields, for a share of which two do not fit into a row, and for a theta below the
-    number of rows of a window.
+    Raises ModelConfigError for wrong fields, for a share of which two do not fit into a row, for a `rope_theta`
+    (default: 1200) below the number of rows of a window, and for an `audio_frame_step` (default: 0.01) above
+    _MOST_SECONDS.
     """
     own = read_audioflamingo3(fields)
     rope = ConfigFields(fields.mapping("rope_parameters") or {})

@@ -68,8 +68,8 @@ class NemotronSoundConfig(ConformerConfig):
 
 
 def read_nemotron_sound(fields: ConfigFields) -> NemotronSoundConfig:
-    """Return the tower's configuration from the `audio_config` of a config.json. Raises ModelConfigError for wrong
-    fields, and for sizes that do not fit each other.
+    """Return the tower's configuration from the `audio_config` of a config.json, with transformers' defaults for absent
+    fields. Raises ModelConfigError for wrong fields, and for sizes that do not fit each other.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     return NemotronSoundConfig(

@@ -41,7 +41,8 @@ class Qwen2_5OmniSoundConfig(TowerConfig):
 
 
 def read_qwen2_5_omni_sound(fields: ConfigFields, hidden_size: int) -> Qwen2_5OmniSoundConfig:
-    """Return the tower's configuration from a config.json. hidden_size: size of the text model's hidden states. Raises
+    """Return the tower's configuration from the `audio_config` of a config.json, with transformers' defaults for absent
+    fields. A window has 2 * n_window frames. hidden_size: size of the text model's hidden states. Raises
     ModelConfigError for wrong fields, and if `n_window` is odd or `output_dim` is not hidden_size.
     """
     audio = fields.part("audio_config", **_DEFAULTS)

@@ -81,9 +81,11 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
 
 def read_qwen3_asr(fields: ConfigFields, hidden_size: int, **defaults: int) -> Qwen3ASRTowerConfig:
-    """Return the tower's configuration from a config.json. hidden_size: size of the text model's hidden states.
-    defaults: another family's values of absent fields, where they are not those of Qwen3-ASR. Raises ModelConfigError
-    for wrong fields, and if `n_window_infer` is not a multiple of twice `n_window`, or `output_dim` is not hidden_size.
+    """Return the tower's configuration from the `audio_config` of a config.json, with transformers' defaults for absent
+    fields. A window has `n_window_infer` frames, in chunks of 2 * n_window. hidden_size: size of the text model's
+    hidden states. defaults: another family's values of absent fields, where they are not those of Qwen3-ASR. Raises
+    ModelConfigError for wrong fields, and if `n_window_infer` is not a multiple of twice `n_window`, or `output_dim` is
+    not hidden_size.
     """
     audio = fields.part("audio_config", **{**_DEFAULTS, **defaults})
     chunk, window = 2 * audio.integer("n_window"), audio.integer("n_window_infer")

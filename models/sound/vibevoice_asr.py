@@ -105,7 +105,8 @@ def read_vibevoice_asr(fields: ConfigFields) -> VibeVoiceTowerConfig:
 
     `vae_std` is not read: it is the scale of noise that transformers adds unless sample=False.
     `acoustic_tokenizer_chunk_size` affects no result. Raises ModelConfigError for wrong fields, for sizes that are too
-    large, and for stacks whose results are of different numbers of samples.
+    large, for an `acoustic_tokenizer_chunk_size` of broken frames, and for stacks whose results are of different
+    numbers of samples.
     """
     acoustic = _read_stack(fields.part_or_empty(f"{ACOUSTIC}_config", **_DEFAULTS, hidden_size=64))
     own = fields.part_or_empty(f"{SEMANTIC}_config", **_DEFAULTS, hidden_size=64)

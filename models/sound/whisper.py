@@ -68,8 +68,8 @@ class WhisperTowerConfig(CrossedSoundConfig):
 
 
 def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
-    """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and if
-    `median_filter_width` (default: 7) is even or above 31.
+    """Return the tower's configuration from a config.json, whose `num_mel_bins` is 80 by default. Raises
+    ModelConfigError for wrong fields, and if `median_filter_width` (default: 7) is even or above 31.
     """
     sizes, layers = read_encoder(fields.with_defaults(num_mel_bins=80)), fields.integer("decoder_layers")
     frames, width = 2 * sizes.num_positions, fields.integer("median_filter_width", 7)

@@ -56,7 +56,8 @@ class AyaTowerConfig(VitTowerConfig):
 
 def read_aya(fields: ConfigFields) -> AyaTowerConfig:
     """Return the configuration of Aya Vision's tower from a config.json: with the hidden states that
-    `vision_feature_layer` (default: -1) selects, and a norm before the projector.
+    `vision_feature_layer` (default: -1) selects, and a norm before the projector, of epsilon `adapter_layer_norm_eps`
+    (default: 1e-6). `alignment_intermediate_size` is by default the text's hidden size (default: 8192).
 
     Raises ModelConfigError for wrong fields, and for a selection strategy other than "full".
     """
@@ -69,7 +70,8 @@ def read_aya(fields: ConfigFields) -> AyaTowerConfig:
 
 def read_cohere2_vision(fields: ConfigFields) -> AyaTowerConfig:
     """Return the configuration of Command A Vision's tower from a config.json: with all layers of SigLIP, and no norm
-    before the projector. Raises ModelConfigError for wrong fields.
+    before the projector, whose `alignment_intermediate_size` is 36864 by default. Raises ModelConfigError for wrong
+    fields.
     """
     vit = read_siglip(fields)
     return _tower(fields, vit, None, fields.integer("alignment_intermediate_size", 36864), None)

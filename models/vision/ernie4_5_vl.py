@@ -60,8 +60,9 @@ class ErnieVLTowerConfig(Qwen2VLTowerConfig):
 def read_ernie4_5_vl(fields: ConfigFields, text: ConfigFields) -> ErnieVLTowerConfig:
     """Return the tower's configuration from a config.json. text: fields of its text part.
 
-    The resampler's sizes may be in vision_config, as transformers writes them, or outside, as published. Raises
-    ModelConfigError for wrong fields, and unless two frames are joined.
+    The resampler's sizes may be in vision_config, as transformers writes them, or outside, as published.
+    `intermediate_size` is by default hidden_size times `mlp_ratio` (default: 4). Raises ModelConfigError for wrong
+    fields, and unless two frames are joined.
     """
     vision = fields.part(
         "vision_config", depth=32, hidden_size=1280, num_heads=16, patch_size=14, hidden_act="quick_gelu"

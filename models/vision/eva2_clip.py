@@ -54,8 +54,8 @@ class Eva2ClipTowerConfig(VitTowerConfig):
 
 
 def read_eva2_clip(fields: ConfigFields, projector_size: int) -> Eva2ClipTowerConfig:
-    """Return the tower's configuration from a config.json's `vision_config`. projector_size: size of its gated MLP,
-    that of the text model's.
+    """Return the tower's configuration from a config.json's `vision_config`: read_vit's fields, with `num_heads` for
+    heads, and `scaling_factor`. projector_size: size of its gated MLP, that of the text model's.
 
     Raises ModelConfigError for wrong fields, for an odd number of patches along a side, and for a number of positions
     other than that of patches and one more.

@@ -66,7 +66,8 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
-    """Return the tower's configuration from a vision_config, for a text model of this hidden size.
+    """Return the tower's configuration from a vision_config, for a text model of this hidden size, which is also that
+    of the layers' MLPs. By default `intermediate_size` of the merger is 13696, and `image_size` 336.
 
     Raises ModelConfigError for wrong fields, for an out_hidden_size that differs from hidden_size, and for an
     image_size that is not 1 to 1024 times patch_size.
@@ -86,7 +87,8 @@ def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 
 def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
-    """Return the configuration of GLM-OCR's tower from a vision_config, for a text model of this hidden size. Raises
+    """Return the configuration of GLM-OCR's tower from a vision_config, for a text model of this hidden size.
+    `intermediate_size` (default: 4096) is that of the layers' MLPs; the merger's is three times hidden_size. Raises
     ModelConfigError for wrong fields, and for an out_hidden_size that differs from hidden_size.
     """
     shared = _read_shared(fields.with_defaults(hidden_size=1024, num_heads=16, attention_bias=True), hidden_size)

@@ -75,7 +75,7 @@ def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConf
 
     The perceiver has the text's hidden size, whatever its own `hidden_size` (default: 4096) is; if they differ, its
     norms have the text's epsilon, as in transformers. Raises ModelConfigError for wrong fields, and for heads of keys
-    that do not divide those of queries.
+    that do not divide those of queries, and sizes of the perceiver above _LIMITS.
     """
     vit = read_vit(fields.part_or_empty("vision_config", **_DEFAULTS))
     found = fields.part_or_empty("perceiver_config")

@@ -62,7 +62,9 @@ def read_idefics3(fields: ConfigFields, defaults: Mapping[str, float | str] = DE
 
 
 def read_modernvbert(fields: ConfigFields) -> Idefics3TowerConfig:
-    """Return read_idefics3 of ModernVBERT's fields, whose vision part has SigLIP's defaults. Raises the same errors."""
+    """Return read_idefics3 of ModernVBERT's fields, whose vision part has SigLIP's defaults and whose factor is
+    `pixel_shuffle_factor` (default: 4). Raises the same errors.
+    """
     factor = fields.integer("pixel_shuffle_factor", 4)
     return read_idefics3(ConfigFields({**fields.raw, "scale_factor": factor}), clip.DEFAULTS[clip.SIGLIP])
 

@@ -87,7 +87,8 @@ class InternVLTowerConfig(VitTowerConfig):
 
 def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVLTowerConfig:
     """Return the vision tower's configuration from a config.json, with the hidden states that `vision_feature_layer`
-    (default: -1) selects.
+    (default: -1) selects. A norm follows the last of them only for -1 and with `use_mean_pooling` false (default:
+    true).
 
     joined_qkv: whether checkpoints have q, k and v of a layer in one module. Raises ModelConfigError for wrong fields,
     and for a norm_type or selection strategy that is not supported.

@@ -37,8 +37,9 @@ class LlavaNextVideoTowerConfig(LlavaTowerConfig):
 
 
 def read_llava_next_video(fields: ConfigFields) -> LlavaNextVideoTowerConfig:
-    """Return the configuration of LLaVA-NeXT-Video's tower from a config.json. Raises ModelConfigError for wrong
-    fields, for an odd number of patches in a line, for a stride other than two, and for a pooling with weights.
+    """Return the configuration of LLaVA-NeXT-Video's tower from a config.json: read_llava_next's, and
+    `spatial_pool_mode` (default: average). Raises ModelConfigError for wrong fields, for an odd number of patches in a
+    line, for a stride other than two, and for a pooling with weights.
     """
     fields.require(spatial_pool_stride=_STRIDE)
     mode = fields.text("spatial_pool_mode", _MODES[0])

@@ -69,10 +69,12 @@ class MiniCPMVTowerConfig(VitTowerConfig):
 
 
 def read_minicpmv(fields: ConfigFields, mode: str) -> MiniCPMVTowerConfig:
-    """Return the tower's configuration from a config.json. mode: default of `downsample_mode`.
+    """Return the tower's configuration from a config.json. mode: default of `downsample_mode`: 16x joins squares after
+    layer `insert_layer_id` (default: 6) and after the last, 4x only after the last.
 
     Raises ModelConfigError for wrong fields, for squares other than of 2 x 2 patches, for `merger_times` other than 1,
-    which no published processor has, and for an `insert_layer_id` that is not a layer.
+    which no published processor has, for a last layer that is dropped, and for an `insert_layer_id` that is not a
+    layer.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     vit = read_vit(vision)

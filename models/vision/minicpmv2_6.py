@@ -65,10 +65,12 @@ class ResampledTowerConfig(VitTowerConfig):
 
 def read_resampled(fields: ConfigFields) -> ResampledTowerConfig:
     """Return the tower's configuration from a config.json: SigLIP's sizes from `vision_config`, `query_num` queries
-    (default: 64), and crops of about `scale_resolution` pixels squared (default: 448) from `slice_config`.
+    (default: 64), and crops of about `scale_resolution` pixels squared (default: 448) from `slice_config`. With
+    `drop_vision_last_layer` (default: false) the last layer is not used.
 
-    Raises ModelConfigError for wrong fields, for a patch larger than a crop, and for a hidden size that the positions
-    or heads of the resampler do not divide.
+    Raises ModelConfigError for wrong fields, for a tower other than SigLIP, for more than _MOST_QUERIES queries, for
+    crops smaller than a patch or larger than _MOST_RESOLUTION, and for a hidden size that the positions or heads of the
+    resampler do not divide.
     """
     vision = fields.part_or_empty("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", SIGLIP) not in (SIGLIP, "siglip"):

@@ -103,8 +103,8 @@ def read_mllama_tower(
     """Return the tower's configuration from a config.json and its text part.
 
     layers, num_kv_heads, head_dim: of the decoder's cross-attention. Raises ModelConfigError for wrong fields, for more
-    than _MOST_PATCHES patches, for a list of aspect ratios that is not of all tilings, and for an output size that is
-    not that of all states taken.
+    than _MAX_TILES tiles or _MOST_PATCHES patches in all of them, for hidden states of layers that it lacks, for a list
+    of aspect ratios that is not of all tilings, and for an output size that is not that of all states taken.
     """
     vision = fields.part_or_empty("vision_config", **_DEFAULTS)
     own = {"num_attention_heads": vision.integer("attention_heads"), "layer_norm_eps": vision.number("norm_eps")}

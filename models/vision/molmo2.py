@@ -109,8 +109,9 @@ def read_molmo2_tower(fields: ConfigFields, hidden_size: int) -> Molmo2TowerConf
     """Return the tower's configuration from a config.json, in which null stands for transformers' defaults.
     hidden_size: the text model's.
 
-    Raises ModelConfigError for wrong fields, and for sizes of the adapter that differ from those of the tower and of
-    the text model.
+    Raises ModelConfigError for wrong fields, for a number of positions other than that of patches, for heads of keys
+    that do not divide those of queries, and for sizes of the adapter that differ from those of the tower and of the
+    text model.
     """
     vision = _part(fields, "vision_config" if fields.has("vision_config") else "vit_config", _VISION)
     adapter = _part(fields, "adapter_config", _ADAPTER)

@@ -108,8 +108,9 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
 def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfig:
     """Return the configuration of Kimi K2.5's tower from its config.json, with published or transformers' field names.
 
-    hidden_size: size of the text model's hidden states. Raises ModelConfigError for wrong fields, for a setting that
-    the tower does not have, and if `text_hidden_size` differs from hidden_size.
+    Up to `init_pos_emb_time` frames (2 to 16; default: 4) become one. hidden_size: size of the text model's hidden
+    states. Raises ModelConfigError for wrong fields, for a setting that the tower does not have, if `text_hidden_size`
+    differs from hidden_size, and if the projector's input size differs from the tower's.
     """
     vision = _named(fields)
     vision.require(

@@ -78,10 +78,12 @@ class Ovis2_5TowerConfig(VitTowerConfig):
 
 
 def read_ovis2_5(fields: ConfigFields) -> Ovis2_5TowerConfig:
-    """Return the tower's configuration from a config.json: `vit_config`, and `visual_vocab_size`.
+    """Return the tower's configuration from a config.json: `vit_config`, and `visual_vocab_size` (default: 65536).
+    `num_patches` (default: -1, for those of `image_size`) is the number of learned positions.
 
     Raises ModelConfigError for wrong fields, and for another model_type than siglip2_navit, windows of attention,
-    patches of several frames, and heads whose number of elements is not a multiple of 4.
+    patches of several frames, positions that are not a square, a `hidden_stride` above 8 (default: 2), no more words
+    than NUM_INDICATORS, and heads whose number of elements is not a multiple of 4.
     """
     vision = fields.part("vit_config", **_DEFAULTS)
     vision.require(model_type="siglip2_navit", fullatt_block_indexes=None, temporal_patch_size=1)

@@ -62,9 +62,11 @@ class PaddleOcrVLTowerConfig(VitTowerConfig):
 
 
 def read_paddleocr_vl(fields: ConfigFields, hidden_size: int) -> PaddleOcrVLTowerConfig:
-    """Return the tower's configuration from a vision_config. hidden_size: not used.
+    """Return the tower's configuration from a vision_config, with transformers' defaults for fields that it lacks.
+    hidden_size: not used.
 
-    Raises ModelConfigError for wrong fields, and for heads whose number of elements is not a multiple of 4.
+    Raises ModelConfigError for wrong fields, for a `spatial_merge_size` above 8, and for heads whose number of elements
+    is not a multiple of 4.
     """
     del hidden_size
     fields = fields.with_defaults(

@@ -86,8 +86,9 @@ def read_perception_encoder(fields: ConfigFields) -> PerceptionEncoderConfig:
     """Return the tower's configuration from a config.json, whose `vision_config` names one of timm's architectures and
     arguments that differ from its own (`model_args`).
 
-    Raises ModelConfigError for wrong fields, for other architectures and arguments, and if the pooling ratio does not
-    divide the patches of a side.
+    Raises ModelConfigError for wrong fields, for other architectures and arguments, for positions of a grid that is not
+    a square (`ref_feat_shape`), for a `vision_use_cls_token` (default: true) that is not the architecture's, and if
+    `projector_pooling_ratio` (default: 1) does not divide the patches of a side.
     """
     vision = fields.part("vision_config")
     name = vision.text("architecture")

@@ -147,7 +147,8 @@ def read_qwen2_5_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen2_5VLTowerConfig] = Qwen2_5VLTowerConfig
 ) -> Qwen2_5VLTowerConfig:
     """Return the configuration of Qwen2.5-VL's tower, of class `kind`, from a vision_config, for a text model of this
-    hidden size. Numbers in `fullatt_block_indexes` that are not a layer's are left out.
+    hidden size. A window's side is `window_size` pixels (default: 112), rounded down to whole merged squares. Numbers
+    in `fullatt_block_indexes` (default: 7, 15, 23, 31) that are not a layer's are left out.
 
     Raises ModelConfigError for wrong fields, and if `out_hidden_size` differs from hidden_size, or a window's side is
     not 1 to 64 patches.
@@ -177,7 +178,7 @@ def read_qwen2_5_vl(
 
 def read_qwen2_5_omni(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
     """Return the configuration of Qwen2.5-Omni's tower from a vision_config: that of `read_qwen2_5_vl` as a
-    Qwen2_5OmniTowerConfig. Raises ModelConfigError for wrong fields.
+    Qwen2_5OmniTowerConfig. Raises the same errors.
     """
     return read_qwen2_5_vl(fields, hidden_size, Qwen2_5OmniTowerConfig)
 

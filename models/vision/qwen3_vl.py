@@ -61,7 +61,7 @@ def read_qwen3_vl(
     """Return the tower's configuration, of class `kind`, from a vision_config, for a text model of this hidden size.
 
     Raises ModelConfigError for wrong fields, and if `out_hidden_size` differs from hidden_size or
-    `num_position_embeddings` is not a square.
+    `num_position_embeddings` (default: 2304) is not a square.
     """
     defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
     sizes = read_sizes(fields, **defaults)
@@ -84,15 +84,15 @@ def read_qwen3_vl(
 
 
 def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """Return the configuration of Qwen3.5's tower from a vision_config: Qwen3-VL's without DeepStack. Raises
-    ModelConfigError for wrong fields.
+    """Return the configuration of Qwen3.5's tower from a vision_config: Qwen3-VL's without DeepStack.
+    `deepstack_visual_indexes` is ignored. Raises the same errors.
     """
     return read_qwen3_vl(ConfigFields({**fields.raw, "deepstack_visual_indexes": []}), hidden_size)
 
 
 def read_qwen3_omni(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
     """Return the configuration of Qwen3-Omni's tower from a vision_config: that of `read_qwen3_vl` as a
-    Qwen3OmniTowerConfig. Raises ModelConfigError for wrong fields.
+    Qwen3OmniTowerConfig. Raises the same errors.
     """
     return read_qwen3_vl(fields, hidden_size, Qwen3OmniTowerConfig)
 

@@ -70,11 +70,12 @@ class SamConfig:
 
 
 def read_sam(fields: ConfigFields, name: str, *, mlp_ratio: bool = False) -> SamConfig:
-    """Return the encoder's configuration from the mapping `name` of `fields`.
+    """Return the encoder's configuration from the mapping `name` of `fields`. Layers in `global_attn_indexes` (default:
+    2, 5, 8, 11) attend to whole units, and all do for a `window_size` (default: 14) of 0.
 
     mlp_ratio: whether the default of `mlp_dim` is the hidden size times the field `mlp_ratio`, instead of 3072. Raises
-    ModelConfigError for wrong fields, and for a side of a unit that is not a multiple of four patches, which
-    convolutions merge into one.
+    ModelConfigError for wrong fields, for windows larger than _MOST_WINDOW, and for a side of a unit that is not a
+    multiple of four patches, which convolutions merge into one.
     """
     vision = fields.part(name, **_DEFAULTS)
     inner = int(vision.integer("hidden_size") * vision.number("mlp_ratio", 4.0)) if mlp_ratio else 3072
@@ -303,8 +304,8 @@ class GotOcr2TowerConfig(TowerConfig):
 
 
 def read_got_ocr2(fields: ConfigFields) -> GotOcr2TowerConfig:
-    """Return the configuration of a tower of SAM alone, 16 patches to a row, from a config.json. Raises
-    ModelConfigError for wrong fields.
+    """Return the configuration of a tower of SAM alone, 16 patches to a row, from a config.json. Raises the errors of
+    read_sam.
     """
     sam = read_sam(fields, "vision_config")
     vit = sam.vit

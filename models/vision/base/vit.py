@@ -110,10 +110,12 @@ class VitTowerConfig(TowerConfig):
 
 
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
-    """Return the sizes from a vision_config with the usual field names. more: further arguments of VitConfig.
+    """Return the sizes from a vision_config: `hidden_size`, `intermediate_size`, `num_hidden_layers`,
+    `num_attention_heads`, `image_size`, `patch_size`, `hidden_act` (default: gelu) and `layer_norm_eps`, all but one
+    required. more: further arguments of VitConfig.
 
-    Raises ModelConfigError for wrong fields, and if the number of heads does not divide the hidden size, unless
-    head_dim is given, or a unit is smaller than a patch.
+    Raises ModelConfigError for wrong fields, for `num_channels` other than 3, and if the number of heads does not
+    divide the hidden size, unless head_dim is given, or a unit is smaller than a patch.
     """
     vision.require(num_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
@@ -261,8 +263,8 @@ def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | N
 
 
 def read_by_queries(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array) -> jax.Array:
-    """Return the attention output [Q, N, H] of queries q [Q, N, H] to the keys and values [S, N, H] of which
-    bool[S] are seen, with sums in float32.
+    """Return the attention output [Q, N, H] of queries q [Q, N, H] to the keys and values [S, N, H] of which bool[S]
+    are seen, with sums in float32. If none is, the output is the mean of the values.
     """
     scores = jnp.einsum("qnh,snh->nqs", q, k, preferred_element_type=jnp.float32) * q.shape[2] ** -0.5
     # Not -inf: padding may have no key at all.
@@ -352,7 +354,8 @@ def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
 
 
 def read_deepstack(vision: ConfigFields, default: Sequence[int], num_layers: int) -> tuple[list[int], tuple[int, ...]]:
-    """Return (`deepstack_visual_indexes`, those layers among them that the tower has, ascending).
+    """Return (`deepstack_visual_indexes` as given, by default `default`; those of these layers that are among the
+    tower's num_layers, ascending and each once).
 
     Raises ModelConfigError for what is not a list of integers.
     """
