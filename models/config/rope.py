@@ -210,8 +210,9 @@ class Rope:
       time_last: whether pairs alternate between height and width, equally many, and the rest are of time (ERNIE
         4.5-VL).
 
-    Raises ModelConfigError for sections that do not add up to half of the rotated elements, a theta that is not finite
-    and above 1, a rotary_dim out of its limits, and frequencies that are not finite.
+    Raises ModelConfigError for sections that are not three or four counts that add up to half of the rotated elements,
+    four that are interleaved, other counts of height than of width with `time_last`, a theta that is not finite and
+    above 1, a rotary_dim out of its limits, and frequencies that are not finite.
     """
 
     rotary_dim: int

@@ -146,7 +146,7 @@ class SiglipModel(CLIPModel):
 
 def _part(fields: ConfigFields, name: str, defaults: dict[str, Any] | None = None) -> ConfigFields:
     """Return the part `name` of a config.json with `defaults`. The part `name`_dict, which older files have, replaces
-    it, as in transformers. Raises ModelConfigError unless both are mappings or absent.
+    it unless it is empty, as in transformers. Raises ModelConfigError unless both are mappings or absent.
     """
     older = f"{name}_dict"
     return fields.part(older if fields.mapping(older) else name, **(defaults or {}))

@@ -191,8 +191,8 @@ class DebertaModel(DebertaV2Model):
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """Return the parts of logits by distance that `pos_att_type` lists, or names with | between them. Raises
-    ModelConfigError for another value.
+    """Return the parts of logits by distance that `pos_att_type` lists, or names with | between them; none if it is
+    absent. Raises ModelConfigError for another value.
     """
     kinds = fields.value("pos_att_type", None) or []
     kinds = [part.strip() for part in kinds.lower().split("|")] if isinstance(kinds, str) else kinds

@@ -190,8 +190,9 @@ def _gguf_falcon_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
 
 
 def _opt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with norms with or without weights, placed before the parts (with a final norm, unless the config
-    removes it) or after them, and with the embedding's size. Raises ModelConfigError for wrong fields.
+    """Return the form with norms with or without weights (`layer_norm_elementwise_affine`), placed before the parts
+    (`do_layer_norm_before`; with a final norm, unless `_remove_final_layer_norm`) or after them, and with the
+    embedding's size (`word_embed_proj_dim`). Raises ModelConfigError for wrong fields.
     """
     before, size = fields.boolean("do_layer_norm_before"), fields.integer("word_embed_proj_dim", None)
     return replace(

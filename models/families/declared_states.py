@@ -157,7 +157,9 @@ def _is_chosen(fields: ConfigFields, layer: int, kind: str, period: int, offset:
 
 def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention unchanged if the layer attends (by default every eighth, from number 4 on),
-    otherwise with Mamba's state, with norms. Raises ModelConfigError for wrong fields.
+    otherwise with Mamba's state, with norms, from `mamba_expand` (default: 2), `mamba_d_state` (16), `mamba_dt_rank`,
+    `mamba_d_conv` (4), `mamba_conv_bias` (true) and `mamba_proj_bias` (false). Raises ModelConfigError for wrong
+    fields.
     """
     if _is_chosen(fields, layer, "attn", 8, 4):
         return attention

@@ -50,9 +50,10 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
 
 def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts that are chosen by softmax scores, within groups if `topk_method` says so,
-    whose weights are not normed, with a shared MLP. A token has at most as many as its groups contain. dense_layers:
-    indices of the layers without experts. Raises ModelConfigError for wrong or unsupported fields.
+    """Return the ExpertsConfig of experts that are chosen by softmax scores, within groups if `topk_method` (default:
+    greedy) is group_limited_greedy, whose weights are not normed, with a shared MLP unless `n_shared_experts` (default:
+    0) is 0. A token has at most as many as its groups contain. dense_layers: indices of the layers without experts.
+    Raises ModelConfigError for wrong or unsupported fields.
     """
     fields.require(norm_topk_prob=False, scoring_func="softmax")
     method = fields.text("topk_method", "greedy")

@@ -248,7 +248,7 @@ class DeepseekV4ForCausalLM(Decoder):
 
 def read_experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the experts of all layers, with a correction bias and a shared MLP of an expert's size; by default 6 of
-    256 for a token. Raises ModelConfigError for wrong fields.
+    256 for a token, with weights times 1.5, and gates and ups bounded by 10. Raises ModelConfigError for wrong fields.
     """
     size = fields.integer("moe_intermediate_size")
     return ExpertsConfig(
@@ -313,9 +313,9 @@ def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys:
-    """Return the CompressedKeys of layers of one kind, WINDOW, SPARSE or HEAVY. WINDOW layers have no rate; only SPARSE
-    layers have an index of blocks, and blocks that overlap. head_dim: elements of a key. Raises ModelConfigError for
-    wrong fields.
+    """Return the CompressedKeys of layers of one kind, WINDOW, SPARSE or HEAVY. WINDOW layers have no rate; by default
+    SPARSE layers have 4 and HEAVY ones 128, and the window is 128; only SPARSE layers have an index of blocks, and
+    blocks that overlap. head_dim: elements of a key. Raises ModelConfigError for wrong fields.
     """
     rates, own = fields.mapping("compress_rates") or {}, {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
     rate = None if kind == WINDOW else ConfigFields(rates).integer(kind, None)
@@ -342,8 +342,10 @@ def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys
 
 def read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
     """Return (rope of layers with only a window, rope of layers with keys of blocks). Each is interleaved and has as
-    many elements as it rotates of a head. Raises ModelConfigError for wrong fields, and if that number is odd or not
-    from 2 to head_dim.
+    many elements as it rotates of a head, by default `qk_rope_head_dim` or, without that, 1/8 of it. Unless
+    `rope_parameters` has "main" and "compress", the first is plain, of base `rope_theta` (10,000 by default), and the
+    second what it or `rope_scaling` says, of base `compress_rope_theta` (160,000 by default). Raises ModelConfigError
+    for wrong fields, and if that number is odd or not from 2 to head_dim.
     """
     given = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
     both = ConfigFields(given)

@@ -210,8 +210,10 @@ class _Schedule:
 
     def layer(self, number: int, attention: LayerAttention, ngrams: NgramMemory | None) -> LayerAttention:
         """Return `attention` with what the layer number `number` computes and uses: SharedKeys as its state, and the
-        layers whose keys and selection it reads. ngrams: the model's memory of n-grams, None for none. Raises
-        ModelConfigError for wrong fields.
+        layers whose keys and selection it reads. Sizes are the fields `sliding_window` (default: 128), `q_lora_rank`,
+        `o_groups` (8), `o_lora_rank` (1024), `index_n_heads` (32), `index_head_dim` (128), `index_topk` (512),
+        `candidate_topk_blocks` (2048) and `candidate_block_size` (8). ngrams: the model's memory of n-grams, None for
+        none. Raises ModelConfigError for wrong fields.
         """
         fields, ratio = self.fields, self.ratios[number]
         owned, selects = number in self.owners, number in self.selectors
@@ -268,8 +270,9 @@ def _numbers(fields: ConfigFields, name: str, count: int, default: list[int]) ->
 
 
 def _read_ngrams(fields: ConfigFields, count: int) -> NgramMemory | None:
-    """Return the memory of n-grams of a model of `count` layers; None for a model without one. Raises ModelConfigError
-    for wrong fields.
+    """Return the memory of n-grams of a model of `count` layers, in the layers `engram_layer_ids` with
+    `engram_num_embeddings` rows each and the sizes in `engram_` fields (by default those of the released model); None
+    for a model without such layers. Raises ModelConfigError for wrong fields.
     """
     layers = _numbers(fields, _NGRAMS, count, [])
     if not layers:

@@ -66,8 +66,8 @@ class DeepseekVLV2ForCausalLM(DeepseekV2ForCausalLM):
     @classmethod
     def _read_text(cls, text: ConfigFields) -> dict[str, Any]:
         """Return arguments of ModelConfig from the fields of the language model: DeepSeek-V3's if `topk_method` is
-        noaux_tc, else DeepSeek-V2's, which have plain attention if `use_mla` is false. Raises ModelConfigError for
-        wrong ones.
+        noaux_tc, else DeepSeek-V2's, which have plain attention if `use_mla` (default: true) is false, with experts
+        after the first `first_k_dense_replace` (default: 0) layers. Raises ModelConfigError for wrong ones.
         """
         if text.text("topk_method", "greedy") == "noaux_tc":
             text = text.with_defaults(**_CORRECTED)

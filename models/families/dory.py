@@ -248,7 +248,8 @@ class DoryForCausalLM(Decoder):
 
 
 def _read_loops(fields: ConfigFields) -> tuple[ConfigFields, DoryLoops]:
-    """Return the fields with the number and the kinds of the checkpoint's layers, and the loop over some of them.
+    """Return the fields with the number and the kinds of the checkpoint's layers, and the loop over some of them, by
+    default twice (`n_recurrent_loops`) over all but the first eight and the last eight.
 
     Where `layer_types` lists attention and "mlp" in turn, as published files do, each pair of them is a layer, and all
     numbers of layers count both. Raises ModelConfigError for other lists, for odd numbers of layers then, and unless

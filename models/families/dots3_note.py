@@ -213,10 +213,11 @@ def _rope(fields: ConfigFields, kind: str, kinds: list[str], rope_dim: int) -> R
 
 
 def _experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the experts: those of DeepSeek-V3 with a shared MLP of a size of its own, in the layers that
-    `mlp_layer_types` lists as sparse. Without the list these are the layers from `first_k_dense_replace` on, by default
-    1, that are multiples of `moe_layer_freq`, or whose entry in that list is not 0. Raises ModelConfigError for wrong
-    fields.
+    """Return the experts: those of DeepSeek-V3 with a shared MLP of `n_shared_experts` (default: 1) times a size of its
+    own (`moe_shared_expert_intermediate_size`, or else `shared_experts_intermediate_size`, 1536 by default), in the
+    layers that `mlp_layer_types` lists as sparse. Without the list these are the layers from `first_k_dense_replace`
+    on, by default 1, that are multiples of `moe_layer_freq`, or whose entry in that list is not 0. Raises
+    ModelConfigError for wrong fields.
     """
     dense, count = listed_dense(fields), fields.integer("num_hidden_layers")
     if dense is None:

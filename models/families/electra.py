@@ -47,7 +47,9 @@ class ProjectedEmbeddings(nnx.Module):
 
 
 def read_embedding_size(fields: ConfigFields, name: str = "embedding_size", default: int = 128) -> int:
-    """Return the field `name`, the width of embeddings. Raises ModelConfigError unless it is from 1 to MAX_HIDDEN."""
+    """Return the field `name`, the width of embeddings; `default` if it is absent. Raises ModelConfigError unless it is
+    from 1 to MAX_HIDDEN.
+    """
     size: int = fields.integer(name, default)
     if size > MAX_HIDDEN:
         raise fields.fail(name, f"at most {MAX_HIDDEN}")

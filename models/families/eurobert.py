@@ -67,7 +67,7 @@ class EuroBertModel(LlamaForCausalLM):
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
         """Return the type that `classifier_pooling` names for a model that classifies sequences, MEAN for others.
-        Raises ModelConfigError for another name.
+        Raises ModelConfigError for another name, and unless `architectures` is a list of one class name.
         """
         if not hf_architecture(fields).endswith("ForSequenceClassification"):
             return MEAN

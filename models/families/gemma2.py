@@ -101,7 +101,8 @@ class Gemma2ForCausalLM(Decoder):
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:
     """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5. GGUF files lack that scalar. As in
-    llama.cpp it is taken as hidden_size / heads for the model of 27B parameters, and head_dim for all others.
+    llama.cpp it is taken as hidden_size / heads for the model of 27B parameters, and head_dim (256 if absent) for all
+    others.
 
     layers_of_27b: number of layers by which that model is recognised. Raises ModelConfigError for wrong fields.
     """

@@ -435,9 +435,10 @@ def _gguf_attention(
     gguf: GGUFConfig, kinds: Sequence[str], heads: Sequence[int], layer: LayerAttention
 ) -> list[LayerAttention]:
     """Return the attention of layers of these kinds, with their KV heads and ropes. Full layers rotate the share of
-    pairs whose factor in rope_freqs.weight is 1, all without that tensor; SLIDING ones rotate all pairs. layer:
-    attention with the fields that all layers share. Raises ModelConfigError for wrong fields, and for a
-    rope_freqs.weight of another size.
+    pairs whose factor in rope_freqs.weight is 1, all without that tensor; SLIDING ones rotate all pairs, of heads of
+    `attention.key_length_swa` elements. Bases are `rope.freq_base` (default: 1,000,000) and `rope.freq_base_swa`
+    (10,000). layer: attention with the fields that all layers share. Raises ModelConfigError for wrong fields, and for
+    a rope_freqs.weight of another size.
 
     Files do not say whether values are keys. In published models that is so exactly if the kinds differ in their KV
     heads.

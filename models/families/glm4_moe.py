@@ -39,8 +39,10 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the ExpertsConfig of a config.json with DeepSeek-V3's fields: sigmoid scores with a correction bias,
-    groups, shared experts, and dense layers first or as `mlp_layer_types` lists them. Raises ModelConfigError for wrong
-    fields, and for another scoring_func or topk_method.
+    groups (`n_group` and `topk_group`, 1 by default), `n_shared_experts` shared experts (0 by default), and dense
+    layers, the first `first_k_dense_replace` (0 by default) or those that `mlp_layer_types` lists. Weights add up to 1
+    unless `norm_topk_prob` is false or null. Raises ModelConfigError for wrong fields, and for another scoring_func or
+    topk_method.
     """
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.text(name, value) not in ("sigmoid", "noaux_tc"):  # dots.llm1 gives noaux_tc for both

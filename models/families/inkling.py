@@ -275,8 +275,9 @@ class InklingForConditionalGeneration(InklingForCausalLM):
 
 
 def _read(fields: ConfigFields) -> dict[str, Any]:
-    """Return the keyword arguments of ModelConfig, without the architecture, for the fields of the text. Raises
-    ModelConfigError for a field that is wrong or not supported.
+    """Return the keyword arguments of ModelConfig, without the architecture, for the fields of the text. Logits are
+    divided by `logits_mup_width_multiplier` (default: 24), and only the first `unpadded_vocab_size` tokens get any.
+    Raises ModelConfigError for a field that is wrong or not supported.
     """
     renamed = {name: fields.value(other) for name, other in _OTHER_NAMES.items() if fields.has(other)}
     fields = ConfigFields({**fields.raw, **renamed}).with_defaults(**_DEFAULTS)
@@ -297,7 +298,9 @@ def _read(fields: ConfigFields) -> dict[str, Any]:
 
 def _read_experts(fields: ConfigFields) -> tuple[ExpertsConfig, int]:
     """Return the experts, and the feed-forward size of dense layers. Where dense_intermediate_size is that,
-    intermediate_size is that of an expert. Raises ModelConfigError for a field that is wrong.
+    intermediate_size is that of an expert, else moe_intermediate_size (default: 3072). By default 6 of 256 experts and
+    2 shared ones work for a token, weights are multiplied by 8 (`route_scale`), and without `mlp_layer_types` the first
+    `dense_mlp_idx` layers (0) are dense. Raises ModelConfigError for a field that is wrong.
     """
     dense, size = fields.integer("dense_intermediate_size", None), fields.integer("intermediate_size")
     first_sparse = min(fields.integer("dense_mlp_idx", 0, minimum=0), fields.integer("num_hidden_layers"))
@@ -318,8 +321,9 @@ def _read_experts(fields: ConfigFields) -> tuple[ExpertsConfig, int]:
 def _read_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
     """Return the layers with windows, heads, biases and convolutions by their kind: `layer_types` lists them, or else
     `local_layer_ids` those with windows, or else each but every sixth has one. Those with windows have the sizes of
-    heads in `swa_` fields, others the temperature of `log_scaling_` fields. Raises ModelConfigError for a field that is
-    wrong.
+    heads in `swa_` fields, others the temperature of `log_scaling_n_floor` (none without it) and `log_scaling_alpha`
+    (default: 0.1; none for 0). Biases have `d_rel` numbers (default: 16) and reach as far as the window or `rel_extent`
+    (default: 1024); `conv_kernel_size` is 4 by default. Raises ModelConfigError for a field that is wrong.
     """
     window, floor = fields.integer("sliding_window_size"), fields.integer("log_scaling_n_floor", None)
     strength = 0.1 if fields.value("log_scaling_alpha", None) is None else fields.value("log_scaling_alpha")

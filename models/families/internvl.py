@@ -69,8 +69,9 @@ def fields_and_tower(fields: ConfigFields) -> tuple[ConfigFields, TowerConfig]:
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:
     """Return the fields of an InternVLChatModel's config.json under transformers' names: `llm_config`, `select_layer`
-    (default: -1) and three fields of `vision_config` are renamed. Raises ModelConfigError for wrong fields and for a
-    ps_version other than v2; without one it is v2.
+    (default: -1) and three fields of `vision_config` are renamed: `qkv_bias` and `qk_normalization`, true by default,
+    and `norm_type`, rms_norm by default. Raises ModelConfigError for wrong fields and for a ps_version other than v2;
+    without one it is v2.
     """
     fields.require(ps_version="v2")
     vision = fields.part("vision_config")

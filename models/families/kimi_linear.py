@@ -209,8 +209,8 @@ class ElementwiseGatedAttention(LatentAttention):
 
 
 def read_kda(fields: ConfigFields, **own: Any) -> GatedDelta:
-    """Return a delta net from `linear_num_heads`, `linear_head_dim` and `linear_conv_kernel_dim`. own: its further
-    fields. Raises ModelConfigError for wrong fields.
+    """Return a delta net from `linear_num_heads`, `linear_head_dim` and `linear_conv_kernel_dim` (default: 4). own: its
+    further fields. Raises ModelConfigError for wrong fields.
     """
     heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
     kernel = fields.integer("linear_conv_kernel_dim", 4)
@@ -232,8 +232,9 @@ def gguf_delta_nets(gguf: GGUFConfig, **own: Any) -> dict[str, Any]:
 
 def read_parts(fields: ConfigFields) -> KimiK3Parts:
     """Return what the layers have of Kimi K3, whose text_config names this class: blocks of `attn_res_block_size`
-    layers, a gate of latent attention's output, SiTU in place of SiLU, and a norm of experts' latents. Raises
-    ModelConfigError for wrong fields.
+    layers, a gate of latent attention's output (`mla_use_output_gate`), SiTU in place of SiLU (`hidden_act`), and a
+    norm of experts' latents (`latent_moe_use_norm`). An absent field means without. Raises ModelConfigError for wrong
+    fields.
     """
     situ = None
     if fields.text("hidden_act", "silu") == "situ":

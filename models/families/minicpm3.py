@@ -38,7 +38,8 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         """Return keyword arguments of ModelConfig. Multipliers are those of the published model, which files do not
-        say; values have embedding_length / head_count elements if the file does not say how many.
+        say; values have embedding_length / head_count elements if the file does not say how many. Raises
+        ModelConfigError for wrong fields.
         """
         fields, size = gguf.fields, "attention.value_length"
         usual = fields.integer("embedding_length") // fields.integer("attention.head_count")

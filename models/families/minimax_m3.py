@@ -210,7 +210,9 @@ def _index(fields: ConfigFields, published: ConfigFields) -> KeyIndex:
 
 def _experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the experts, in the layers that `mlp_layer_types` lists as sparse; without it, in those for which the list
-    `moe_layer_freq` does not have 0; without either, in all. Raises ModelConfigError for wrong fields.
+    `moe_layer_freq` does not have 0; without either, in all. By default weights are multiplied by
+    `routed_scaling_factor` 2, the activation has `swiglu_alpha` 1.702 and `swiglu_limit` 7, and the shared MLP the size
+    3072. Raises ModelConfigError for wrong fields.
     """
     dense = listed_dense(fields)
     if dense is None:

@@ -206,8 +206,9 @@ def _attention(fields: ConfigFields, selections: list[int | None]) -> dict[str, 
     """Return the fields that families share, with the attention of each layer: with a rotated part of keys or, where
     `no_rope_layers` has 0, with as many further elements that are not rotated.
 
-    selections: the layer whose selection of keys each layer uses. Raises ModelConfigError for wrong fields, and unless
-    some layer has rope.
+    Indexers have `index_n_heads` (default: 32) heads of `index_head_dim` (128) elements and select `index_topk` (2048)
+    keys. selections: the layer whose selection of keys each layer uses. Raises ModelConfigError for wrong fields, and
+    unless some layer has rope.
     """
     biases = dict.fromkeys(("bias", "output_bias"), fields.boolean("attention_bias", False))
     rope_dim = fields.integer("qk_rope_head_dim")

@@ -171,7 +171,9 @@ def muse_fields(fields: ConfigFields, activation: str) -> dict[str, Any]:
     defaults as DEFAULTS has them. activation: name of its field.
 
     Unless `layer_types` lists them, the last layer and every fourth before it attend to all keys, and the others have a
-    window. Raises ModelConfigError for wrong fields.
+    window, `sliding_window` (2048 if absent, none if null). Products are scaled by `qk_scale_factor`, logits by
+    `output_multiplier` and then capped by `final_logit_softcapping` (20 if absent, none if null); `post_norm_eps` is
+    that of norms after a layer's parts. Raises ModelConfigError for wrong fields.
     """
     kinds = read_each_layer(fields, "layer_types", (FULL, SLIDING)) or [
         FULL if is_last else SLIDING for is_last in _last_of_four(fields)

@@ -234,9 +234,10 @@ def _read_blocks(fields: ConfigFields) -> tuple[ConfigFields, tuple[tuple[int, i
 
 
 def _state(fields: ConfigFields) -> StateSpace:
-    """Return the state of Mamba-2's layers. The bounds of time steps are `time_step_limit`; in a file that lists the
-    kinds of layers and has no `block_configs`, they are `time_step_min` (0.001 by default) and infinity. Raises
-    ModelConfigError for wrong fields.
+    """Return the state of Mamba-2's layers, from `mamba_num_heads`, `mamba_head_dim`, `n_groups` (default: 8),
+    `ssm_state_size` (128), `conv_kernel` (4), `use_conv_bias` (true), `use_bias` (false) and `mamba_hidden_act`. The
+    bounds of time steps are `time_step_limit`; in a file that lists the kinds of layers and has no `block_configs`,
+    they are `time_step_min` (0.001 by default) and infinity. Raises ModelConfigError for wrong fields.
     """
     low, high = read_dt_limits(fields)
     if (fields.has("layers_block_type") or fields.has("layer_types")) and not fields.has(_BLOCKS):
@@ -258,8 +259,9 @@ def _state(fields: ConfigFields) -> StateSpace:
 
 
 def _experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
-    """Return the ExpertsConfig of all layers but `dense_layers`: sigmoid scores with a correction bias, a shared MLP,
-    and `moe_latent_size` if present. Raises ModelConfigError for wrong fields.
+    """Return the ExpertsConfig of all layers but `dense_layers`: sigmoid scores with a correction bias, a shared MLP of
+    size `moe_shared_expert_intermediate_size`, `moe_latent_size` if present, and by default one group, weights that add
+    up to 1 (`norm_topk_prob`) and a factor of 1. Raises ModelConfigError for wrong fields.
     """
     return ExpertsConfig(
         num_experts=fields.integer("n_routed_experts"),

@@ -77,8 +77,9 @@ def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _read_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Return the configuration of the experts: by default 16 experts, two of them for each token. Raises
-    ModelConfigError if a field is invalid or a number of experts per token other than 2 is given.
+    """Return the configuration of the experts: by default 16 experts, two of them for each token, and a
+    `router_jitter_noise` of 0.01. Raises ModelConfigError if a field is invalid or a number of experts per token other
+    than 2 is given.
     """
     experts = ExpertsConfig(
         num_experts=fields.integer("num_local_experts", 16),

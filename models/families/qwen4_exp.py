@@ -217,9 +217,12 @@ def _with_blocks(
 def _with_ngrams(
     fields: ConfigFields, layers: list[LayerAttention], channels: int, ends: tuple[int, ...]
 ) -> tuple[LayerAttention, ...]:
-    """Return the layers with embeddings of n-grams in those that `ple_layer_ids` lists, counted from 1. channels:
-    elements of all hidden states of a token. ends: token ids of which the first one separates n-grams. Raises
-    ModelConfigError for wrong fields, for a layer without a delta net, and if there is such a layer but no token id.
+    """Return the layers with embeddings of n-grams in those that `ple_layer_ids` lists, counted from 1. Their sizes are
+    `ngram_size` (default: 3), `heads_per_ngram` (8), `ple_embed_dim` (the hidden size), `ngram_vocab_size_base` (20
+    million), `make_ngram_vocab_size_divisible_by` (128), `split_ngram_parts` (512), `seed` (1234) and
+    `ple_conv_kernel_size` (4). channels: elements of all hidden states of a token. ends: token ids of which the first
+    one separates n-grams. Raises ModelConfigError for wrong fields, for a layer without a delta net, and if there is
+    such a layer but no token id.
     """
     name, listed = "ple_layer_ids", fields.value("ple_layer_ids", None) or []
     with_delta = [number + 1 for number, layer in enumerate(layers) if layer.state is not None]

@@ -45,7 +45,9 @@ class Wrapper:
 
     @classmethod
     def text_kind(cls, fields: ConfigFields) -> str:
-        """Return the model_type of the text part of a config.json. Raises ModelConfigError for wrong fields."""
+        """Return the model_type of the text part of a config.json, `text_config` or else `llm_config`; the class's
+        `text` if it names none. Raises ModelConfigError for wrong fields.
+        """
         part = fields.mapping("text_config") or fields.mapping("llm_config") or {}
         return ConfigFields(part).text("model_type", cls.text)
 

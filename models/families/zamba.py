@@ -106,8 +106,10 @@ def _layers_with_block(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _state(fields: ConfigFields) -> SelectiveScan:
-    """Return the Mamba of all layers. Raises ModelConfigError for wrong fields, and unless `n_mamba_heads` divides the
-    `mamba_expand` * hidden_size inputs of a token.
+    """Return the Mamba of all layers, from `mamba_expand` (default: 2), `n_mamba_heads` (2), `mamba_d_state` (16),
+    `mamba_d_conv` (4), `mamba_dt_rank` ("auto", a sixteenth of the hidden size, rounded up), `mamba_conv_bias` (true),
+    `mamba_proj_bias` (false) and `hidden_mamba_act`. Raises ModelConfigError for wrong fields, and unless
+    `n_mamba_heads` divides the `mamba_expand` * hidden_size inputs of a token.
     """
     size, rank = fields.integer("hidden_size"), fields.value("mamba_dt_rank", "auto")
     inner, heads = fields.integer("mamba_expand", 2) * size, fields.integer("n_mamba_heads", 2)

@@ -283,8 +283,10 @@ def _layers_with_block(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _state(fields: ConfigFields) -> StateSpace:
-    """Return the Mamba-2 of all layers. Raises ModelConfigError for wrong fields, and unless `n_mamba_heads` divides
-    the `mamba_expand` * hidden_size inputs of a token.
+    """Return the Mamba-2 of all layers, from `mamba_expand` (default: 2), `n_mamba_heads` (8), `mamba_ngroups` (1),
+    `mamba_d_state` (64), `mamba_d_conv` (4), `add_bias_linear` (false) and `time_step_min` (0.001), the least time
+    step. Raises ModelConfigError for wrong fields, and unless `n_mamba_heads` divides the `mamba_expand` * hidden_size
+    inputs of a token.
     """
     inner = int(fields.number("mamba_expand", 2.0) * fields.integer("hidden_size"))
     heads, bias = fields.integer("n_mamba_heads", 8), fields.boolean("add_bias_linear", False)

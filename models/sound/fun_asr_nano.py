@@ -100,8 +100,9 @@ class FunAsrTowerConfig(TowerConfig):
 
 
 def read_fun_asr_nano(fields: ConfigFields, hidden_size: int) -> FunAsrTowerConfig:
-    """Return the tower's configuration from a config.json. hidden_size: size of the text model's hidden states. A sound
-    has fewer patches than `max_position_embeddings`. The last encoder layer and the one before the last
+    """Return the tower's configuration from the `audio_config` and the `adaptor_config` of a config.json, with
+    transformers' defaults for absent fields. hidden_size: size of the text model's hidden states. A sound has fewer
+    patches than `max_position_embeddings`. The last encoder layer and the one before the last
     `num_timestamp_prediction_layers` (default: 20) end with a norm.
 
     Raises ModelConfigError for wrong fields, for sizes that are too large, and if the adaptor's `hidden_size` is not

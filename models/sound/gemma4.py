@@ -109,7 +109,9 @@ class Gemma4SoundConfig(TowerConfig):
 
 def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundConfig:
     """Return the tower's configuration from the `audio_config` of a config.json, with transformers' defaults for absent
-    fields.
+    fields: the usual sizes, `subsampling_conv_channels`, `conv_kernel_size`, `attention_context_left`, `_right`,
+    `attention_chunk_size` and `attention_logit_cap`, `residual_weight`, `gradient_clipping`, `use_clipped_linears` and
+    `output_proj_dims`.
 
     filler_id: Gemma4TowerConfig's filler_id. Raises ModelConfigError for wrong fields, and for sizes that do not fit
     each other or are too large.

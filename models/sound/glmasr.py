@@ -49,7 +49,8 @@ class GlmAsrTowerConfig(TowerConfig):
 
 
 def read_glmasr(fields: ConfigFields) -> GlmAsrTowerConfig:
-    """Return the tower's configuration from a config.json. A window has 2 * max_position_embeddings frames.
+    """Return the tower's configuration from the `audio_config` of a config.json, with the sizes of Whisper's large
+    models by default. A window has 2 * max_position_embeddings frames.
 
     Raises ModelConfigError for wrong fields, and for heads that do not divide the size, key heads that do not divide
     the heads, an inner size other than that of the joined positions, and ropes other than the plain one.

@@ -82,8 +82,9 @@ class MoonshineTowerConfig(CrossedSoundConfig):
 
 
 def read_moonshine_tower(fields: ConfigFields, rope: Rope) -> MoonshineTowerConfig:
-    """Return the tower's configuration from a config.json. rope: rotation of its heads. Raises
-    ModelConfigError for wrong fields.
+    """Return the tower's configuration from a config.json, in which numbers of layers and activations of the two parts
+    begin with "encoder_" and "decoder_". The encoder has the decoder's heads. Biases of queries, keys and values
+    (`attention_bias`) are false by default. rope: rotation of its heads. Raises ModelConfigError for wrong fields.
     """
     layers, heads = fields.integer("decoder_num_hidden_layers"), fields.integer("decoder_num_attention_heads")
     positions, patches = num_positions(LONGEST), LONGEST // PATCH

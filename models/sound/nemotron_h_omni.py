@@ -69,7 +69,8 @@ class NemotronSoundConfig(ConformerConfig):
 
 def read_nemotron_sound(fields: ConfigFields) -> NemotronSoundConfig:
     """Return the tower's configuration from the `audio_config` of a config.json, with transformers' defaults for absent
-    fields. Raises ModelConfigError for wrong fields, and for sizes that do not fit each other.
+    fields: conformer_fields', `projection_hidden_size`, `projection_bias` and `projection_eps`. Raises ModelConfigError
+    for wrong fields, and for sizes that do not fit each other.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     return NemotronSoundConfig(

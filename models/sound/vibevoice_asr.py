@@ -101,7 +101,9 @@ class VibeVoiceTowerConfig(TowerConfig):
 
 
 def read_vibevoice_asr(fields: ConfigFields) -> VibeVoiceTowerConfig:
-    """Return the tower's configuration from a config.json. A window is at least four times as long as its context.
+    """Return the tower's configuration from `acoustic_tokenizer_encoder_config` and `semantic_tokenizer_encoder_config`
+    of a config.json, with transformers' defaults for absent fields. A window is a power of two of frames, at least four
+    times as long as its context.
 
     `vae_std` is not read: it is the scale of noise that transformers adds unless sample=False.
     `acoustic_tokenizer_chunk_size` affects no result. Raises ModelConfigError for wrong fields, for sizes that are too
@@ -143,8 +145,10 @@ def _integers(fields: ConfigFields, name: str, least: int, most: int) -> tuple[i
 
 
 def _read_stack(fields: ConfigFields) -> StackSizes:
-    """Return the sizes in a nested configuration, of sounds of one channel. Depths after those of all reductions count
-    nothing. Raises ModelConfigError for wrong fields and sizes that are too large.
+    """Return the sizes in a nested configuration, of sounds of one channel: `hidden_size`, `kernel_size`,
+    `num_filters`, `downsampling_ratios`, `depths`, `ffn_expansion`, `hidden_act` (default: gelu) and `rms_norm_eps`
+    (1e-5). Depths after those of all reductions count nothing. Raises ModelConfigError for wrong fields and sizes that
+    are too large.
     """
     fields.require(channels=1)
     ratios, depths = _integers(fields, "downsampling_ratios", 1, 64), _integers(fields, "depths", 0, MAX_LAYERS)

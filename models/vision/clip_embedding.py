@@ -76,7 +76,7 @@ class ClipTower(nnx.Module):
 
 
 class SiglipTower(nnx.Module):
-    """Tower of SigLIP: a learned query attends to the patches, and an MLP follows.
+    """Tower of SigLIP: a learned query attends to the patches of a unit: x = attention, then x + mlp(norm(x)).
 
     A call maps patches f32[P, F] and columns i32[0, P] to embeddings [P / merge, D].
     """

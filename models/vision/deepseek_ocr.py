@@ -123,8 +123,9 @@ def read_channels(sam: ConfigFields, default: tuple[int, int], size: int) -> tup
 
 
 def _read_encoder(fields: ConfigFields) -> EncoderSizes:
-    """Return the sizes of the second encoder. Raises ModelConfigError for wrong fields, and for windows, for scaled
-    frequencies, and for numbers of heads that do not divide each other and the hidden size.
+    """Return the sizes of the second encoder from its fields, which have the usual names of a text model; `rope_theta`,
+    also in `rope_parameters` or `rope_scaling`, is 10,000 by default. Raises ModelConfigError for wrong fields, and for
+    windows, for scaled frequencies, and for numbers of heads that do not divide each other and the hidden size.
     """
     fields.require(use_sliding_window=False)
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})

@@ -63,7 +63,8 @@ def read_deepseek_vl(fields: ConfigFields) -> AlignedTowerConfig:
 
 
 def read_janus(fields: ConfigFields) -> AlignedTowerConfig:
-    """Return the configuration of the tower with which Janus sees, from a config.json: `depth` products (default: 2).
+    """Return the configuration of the tower with which Janus sees, from a config.json: read_vit's fields, with
+    `mlp_ratio` (default: 4) for intermediate_size and `attention_bias` (true), and a projector of `depth` products (2).
 
     Raises ModelConfigError for wrong fields, for norms of queries and keys, which no model has, and unless
     `projection_dim` (default: 2048) is the hidden_size of the text.

@@ -62,11 +62,14 @@ class DeepseekVL2TowerConfig(VitTowerConfig):
 
 
 def read_deepseek_vl2(fields: ConfigFields, hidden_size: int) -> DeepseekVL2TowerConfig:
-    """Return the vision tower's configuration from a config.json, for a text model of this hidden size: sizes of
-    SigLIP from `vision_config`, those of the projector from `projector_config`.
+    """Return the vision tower's configuration from a config.json, for a text model of this hidden size: sizes of SigLIP
+    from `vision_config` (`width`, `layers`, `heads`, `mlp_ratio`, `image_size` and `patch_size`, by default those of
+    SigLIP-SO400M/14 for 384 pixels), those of the projector from `projector_config` (`depth`, `downsample_ratio` and
+    `mlp_ratio`; by default 2, 2 and 1).
 
-    Raises ModelConfigError for wrong fields, for another projector than downsample_mlp_gelu, and for another order of
-    an image's embeddings than the whole before the tiles.
+    Raises ModelConfigError for wrong fields, for another projector than downsample_mlp_gelu, a `depth` or
+    `downsample_ratio` above the limits of this module, and for another order of an image's embeddings than the whole
+    before the tiles.
     """
     fields.require(tile_tag="2D", global_view_pos="head")
     vision, projector = fields.part_or_empty("vision_config"), fields.part_or_empty("projector_config")

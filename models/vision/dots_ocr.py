@@ -55,7 +55,9 @@ class DotsOcrTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_dots_ocr(fields: ConfigFields, hidden_size: int) -> DotsOcrTowerConfig:
-    """Return the tower's configuration from a config.json, for a text model of this hidden size.
+    """Return the tower's configuration from a config.json, for a text model of this hidden size, with
+    `intermediate_size` (default: 4224), `rms_norm_eps` (1e-5), `use_bias` (false) and `post_norm` (true) of
+    vision_config.
 
     Raises ModelConfigError for wrong fields, for causal attention, and if `hidden_size` of vision_config, the merger's
     output size, differs from the text model's.

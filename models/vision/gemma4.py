@@ -102,9 +102,10 @@ class Gemma4TowerConfig(TowerConfig):
 
 
 def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gemma4TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, and for
-    heads whose number of elements is not a multiple of 4, heads of keys that do not divide those of queries, and sizes
-    above _LIMITS.
+    """Return the vision tower's configuration from the `vision_config` of a config.json, with transformers' defaults:
+    the usual sizes, `rms_norm_eps`, `pooling_kernel_size`, `position_embedding_size`, `use_clipped_linears` and
+    `standardize`. Raises ModelConfigError for wrong fields, and for heads whose number of elements is not a multiple of
+    4, heads of keys that do not divide those of queries, and sizes above _LIMITS.
 
     both_ways: whether layers with windows let the tokens of an image see its later tokens. filler_id:
     Gemma4TowerConfig's filler_id.

@@ -57,10 +57,11 @@ class HunYuanVLTowerConfig(VitTowerConfig):
 
 
 def read_hunyuan_vl(fields: ConfigFields, hidden_size: int) -> HunYuanVLTowerConfig:
-    """Return the tower's configuration from a vision_config. hidden_size: not used.
+    """Return the tower's configuration from a vision_config, with transformers' defaults: read_vit's fields, with
+    `max_image_size` for image_size and `rms_norm_eps`, and `spatial_merge_size` (default: 2). hidden_size: not used.
 
-    Raises ModelConfigError for wrong fields, for an interpolation of positions other than bilinear, and for grouped
-    keys.
+    Raises ModelConfigError for wrong fields, for an interpolation of positions other than bilinear, for grouped keys,
+    and for a spatial_merge_size above _MOST_MERGED.
     """
     del hidden_size
     defaults: dict[str, Any] = {

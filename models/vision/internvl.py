@@ -90,8 +90,9 @@ def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVL
     (default: -1) selects. A norm follows the last of them only for -1 and with `use_mean_pooling` false (default:
     true).
 
-    joined_qkv: whether checkpoints have q, k and v of a layer in one module. Raises ModelConfigError for wrong fields,
-    and for a norm_type or selection strategy that is not supported.
+    By default `attention_bias` and `use_qk_norm` are false and `use_absolute_position_embeddings` true. joined_qkv:
+    whether checkpoints have q, k and v of a layer in one module. Raises ModelConfigError for wrong fields, and for a
+    norm_type or selection strategy that is not supported.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)

@@ -53,7 +53,8 @@ class Lfm2VlTowerConfig(VitTowerConfig):
 
 
 def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
-    """Return the tower's configuration from a config.json.
+    """Return the tower's configuration from a config.json: `vision_config`, with `num_patches` (default: 256) learned
+    positions, and `projector_hidden_size` (2560), `projector_bias` and `projector_use_layernorm` (both true).
 
     Raises ModelConfigError for wrong fields, and unless the number of learned positions is a square and
     `downsample_factor` (default: 2) is 1, 2, 4 or 8.

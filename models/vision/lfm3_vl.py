@@ -82,10 +82,13 @@ class Lfm3VlTowerConfig(TowerConfig):
 
 
 def read_lfm3_vl(fields: ConfigFields) -> Lfm3VlTowerConfig:
-    """Return the tower's configuration from a config.json. Without `layer_types` the first two layers and every second
-    one after them are convolutions. Raises ModelConfigError for wrong fields, for another model_type of vision_config,
-    for heads whose number of elements is not a multiple of 4, heads of keys that do not divide those of queries, and an
-    even kernel.
+    """Return the tower's configuration from a config.json. Of vision_config are read the usual sizes, `norm_eps`,
+    `patch_size`, `temporal_patch_size` (default: 2), `spatial_merge_size` (2), `conv_kernel_size` (3) and the base of
+    rope (1,000,000), and beside it `projector_hidden_size` (4096), `projector_hidden_act` (gelu) and `projector_bias`
+    (true). Without `layer_types` the first two layers and every second one after them are convolutions. Raises
+    ModelConfigError for wrong fields, for another model_type of vision_config, for heads whose number of elements is
+    not a multiple of 4, heads of keys that do not divide those of queries, and a kernel that is even or above
+    _WIDEST_KERNEL.
     """
     defaults: dict[str, Any] = {
         "hidden_size": 1024,

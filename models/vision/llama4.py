@@ -68,7 +68,8 @@ class Llama4TowerConfig(VitTowerConfig):
 
 
 def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
-    """Return the vision tower's configuration from a config.json.
+    """Return the vision tower's configuration from the `vision_config` of a config.json, whose `rope_theta` is 10,000
+    by default.
 
     Raises ModelConfigError for wrong fields, for sizes of the adapter and projector that do not fit the sizes before
     them, and for heads whose number of elements is not a multiple of 4.

@@ -76,7 +76,7 @@ class MiniMaxM3TowerConfig(TowerConfig):
 
 def read_minimax_m3_tower(fields: ConfigFields) -> MiniMaxM3TowerConfig:
     """Return the tower's configuration from a config.json, with transformers' defaults for fields that it or its
-    vision_config lacks.
+    vision_config lacks: the usual sizes, and `projector_hidden_size` beside them.
 
     Raises ModelConfigError for wrong fields, for heads of fewer than six elements, for a `head_dim` of rope that is not
     that of attention, and for published fields that ask for another tower.

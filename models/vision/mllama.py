@@ -100,7 +100,10 @@ class MllamaTowerConfig(VitTowerConfig):
 def read_mllama_tower(
     fields: ConfigFields, text: ConfigFields, layers: tuple[int, ...], *, num_kv_heads: int, head_dim: int
 ) -> MllamaTowerConfig:
-    """Return the tower's configuration from a config.json and its text part.
+    """Return the tower's configuration from the `vision_config` of a config.json and its text part's `rms_norm_eps`:
+    read_vit's fields, with `attention_heads` for heads and `norm_eps`, and `num_global_layers`,
+    `intermediate_layers_indices`, `max_num_tiles`, `supported_aspect_ratios` and `vision_output_dim`, with
+    transformers' defaults.
 
     layers, num_kv_heads, head_dim: of the decoder's cross-attention. Raises ModelConfigError for wrong fields, for more
     than _MAX_TILES tiles or _MOST_PATCHES patches in all of them, for hidden states of layers that it lacks, for a list

@@ -106,8 +106,9 @@ class PoolingConfig:
 
 
 def read_molmo2_tower(fields: ConfigFields, hidden_size: int) -> Molmo2TowerConfig:
-    """Return the tower's configuration from a config.json, in which null stands for transformers' defaults.
-    hidden_size: the text model's.
+    """Return the tower's configuration from a config.json, in which null stands for transformers' defaults: sizes of
+    the layers from `vision_config` or, as published, `vit_config`, those of what follows, and the hidden states that
+    are read (`vision_feature_layer`), from `adapter_config`. hidden_size: the text model's.
 
     Raises ModelConfigError for wrong fields, for a number of positions other than that of patches, for heads of keys
     that do not divide those of queries, and for sizes of the adapter that differ from those of the tower and of the

@@ -142,8 +142,10 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
 
 
 def read_kimi_k3(fields: ConfigFields) -> MoonVitTowerConfig:
-    """Return the configuration of Kimi K3's tower, for images alone, from its config.json. Raises ModelConfigError for
-    wrong fields, and for a setting that the tower does not have.
+    """Return the configuration of Kimi K3's tower, for images alone, from its config.json. Heads have `qkv_hidden_size`
+    elements together (default: 1536), and biases are absent unless `patch_embed_proj_bias`, `attn_bias` or
+    `linear_bias` says so. Raises ModelConfigError for wrong fields, for heads whose number of elements is not a
+    multiple of 4, and for a setting that the tower does not have.
     """
     vision = _named(fields).with_defaults(hidden_size=1024, intermediate_size=4096, num_attention_heads=12)
     vision.require(
@@ -185,9 +187,11 @@ def _named(fields: ConfigFields) -> ConfigFields:
 
 
 def _read_sizes(vision: ConfigFields, attention_size: int | None = None) -> MoonVitTowerConfig:
-    """Return the configuration of a tower for images from a vision_config, with Kimi-VL's defaults for absent fields.
-    attention_size: elements of all heads; None for hidden_size. Raises ModelConfigError for wrong fields, for heads
-    whose number of elements is not a multiple of 4, and unless `merge_kernel_size` is two equal numbers from 1 to 8.
+    """Return the configuration of a tower for images from a vision_config, with Kimi-VL's defaults for absent fields:
+    the usual sizes, `patch_size`, `merge_kernel_size`, `init_pos_emb_height` and `init_pos_emb_width`. attention_size:
+    elements of all heads; None for hidden_size. Raises ModelConfigError for wrong fields, for heads whose number of
+    elements is not a multiple of 4, for more than 1024 positions a side, and unless `merge_kernel_size` is two equal
+    numbers from 1 to 8.
     """
     size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
     if attention_size is None and (size % heads or size // heads % 4):

@@ -76,10 +76,12 @@ class MuseTowerConfig(TowerConfig):
 
 def read_muse_tower(fields: ConfigFields, row_eps: float) -> MuseTowerConfig:
     """Return the tower's configuration from a config.json, with transformers' defaults for fields that it or its
-    vision_config lacks. row_eps: epsilon of the text's norms.
+    vision_config lacks. Unless `layer_types` lists them, the last layer and every fourth attend to whole frames.
+    row_eps: epsilon of the text's norms.
 
-    Raises ModelConfigError for wrong fields, for learned positions that are not a square of whole merged squares of at
-    most 64 patches a side, and if `out_hidden_size` is not the size of a merged square.
+    Raises ModelConfigError for wrong fields, for learned positions (`pos_emb_height`, `pos_emb_width`) that are not a
+    square of whole merged squares of at most 64 patches a side, and if `out_hidden_size` is not the size of a merged
+    square.
     """
     vision = ConfigFields(fields.mapping("vision_config") or {})
     size, heads = vision.integer("hidden_size", 1536), vision.integer("num_attention_heads", 16)

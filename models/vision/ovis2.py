@@ -78,9 +78,11 @@ class Ovis2TowerConfig(VitTowerConfig):
 
 
 def read_ovis2(fields: ConfigFields) -> Ovis2TowerConfig:
-    """Return the tower's configuration from a config.json. Raises ModelConfigError for wrong fields, for another number
-    of indicators than NUM_INDICATORS, no more words than these, a `tokenize_function` other than softmax and st_argmax,
-    and a `hidden_stride` (default: 1) that does not divide the patches of a side.
+    """Return the tower's configuration from the `vision_config` of a config.json: sizes of the layers, `rms_norm_eps`
+    (default: 1e-5), `qkv_bias` and `mlp_bias` (both false), and `vocab_size`, the number of visual words. Raises
+    ModelConfigError for wrong fields, for another number of indicators than NUM_INDICATORS, no more words than these, a
+    `tokenize_function` other than softmax and st_argmax, and a `hidden_stride` (default: 1) that does not divide the
+    patches of a side.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vision.require(num_visual_indicator_tokens=NUM_INDICATORS)

@@ -79,7 +79,8 @@ class Ovis2_5TowerConfig(VitTowerConfig):
 
 def read_ovis2_5(fields: ConfigFields) -> Ovis2_5TowerConfig:
     """Return the tower's configuration from a config.json: `vit_config`, and `visual_vocab_size` (default: 65536).
-    `num_patches` (default: -1, for those of `image_size`) is the number of learned positions.
+    `num_patches` (default: -1, for those of `image_size`) is the number of learned positions. `preserve_original_pe`
+    and `use_rope` are true by default.
 
     Raises ModelConfigError for wrong fields, and for another model_type than siglip2_navit, windows of attention,
     patches of several frames, positions that are not a square, a `hidden_stride` above 8 (default: 2), no more words

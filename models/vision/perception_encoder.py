@@ -84,7 +84,7 @@ class PerceptionEncoderConfig(VitTowerConfig):
 
 def read_perception_encoder(fields: ConfigFields) -> PerceptionEncoderConfig:
     """Return the tower's configuration from a config.json, whose `vision_config` names one of timm's architectures and
-    arguments that differ from its own (`model_args`).
+    arguments that differ from its own (`model_args`, whose names are _KNOWN).
 
     Raises ModelConfigError for wrong fields, for other architectures and arguments, for positions of a grid that is not
     a square (`ref_feat_shape`), for a `vision_use_cls_token` (default: true) that is not the architecture's, and if

@@ -94,7 +94,8 @@ class Qwen2_5OmniTowerConfig(Qwen2_5VLTowerConfig):
 
 def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: Any) -> dict[str, Any]:
     """Return the keyword arguments of a Qwen2VLTowerConfig, except intermediate_size, that Qwen2-VL, Qwen2.5-VL and
-    Qwen3-VL read from the same fields of vision_config.
+    Qwen3-VL read from the same fields of vision_config: `depth`, `num_heads`, `patch_size`, `temporal_patch_size` and
+    `spatial_merge_size` (both 2 by default), `hidden_act` (gelu) and the base of rope.
 
     width: name of the field with the tower's hidden size. defaults: values for fields that are absent. Raises
     ModelConfigError for wrong fields, for other than three channels, and for heads whose number of elements is not a

@@ -114,8 +114,9 @@ def read_radio_tower(fields: ConfigFields, *, last_norm: bool) -> RadioTowerConf
 
 def read_tiled_radio(fields: ConfigFields, *, last_norm: bool = False) -> RadioTowerConfig:
     """Return the tower's configuration from a config.json whose vision_config is RADIO's own, of a model whose images
-    are cut into tiles: sizes from the name of a ViT, unless it has them itself, and learned tokens from the models that
-    taught it.
+    are cut into tiles: sizes from the name of a ViT (`model` of `args`), unless it has them itself, `cpe_max_size`
+    (default: 2048), and as many class tokens as `teachers` with different names if `cls_token_per_teacher`, else one,
+    filled up with registers, at least one, to a multiple of `register_multiple`, if that is set.
 
     last_norm: whether a norm follows the layers. Raises ModelConfigError for wrong fields, for another ViT, and for
     images and frames of any shape (min_num_patches, video_target_num_patches, video_target_img_size).
@@ -147,7 +148,9 @@ def read_tiled_radio(fields: ConfigFields, *, last_norm: bool = False) -> RadioT
 
 def _read_sizes(fields: ConfigFields, vision: ConfigFields, frames: int) -> RadioTowerConfig:
     """Return the tower's configuration, without a norm after the layers, from the fields of a config.json and its
-    vision_config, under transformers' names and with its defaults. frames: number of frames of a patch of a video.
+    vision_config, under transformers' names and with its defaults: the usual sizes, `mlp_ratio`, `use_swiglu_ffn`,
+    `qkv_bias`, `layer_norm_eps`, `patch_size`, `max_img_size`, `num_cls_tokens` and `num_registers`, and beside
+    vision_config `vision_hidden_size` and `projector_hidden_size`. frames: number of frames of a patch of a video.
     Raises ModelConfigError for wrong fields, and for sizes that do not fit each other.
     """
     size, heads = vision.integer("hidden_size", 1280), vision.integer("num_attention_heads", 16)

@@ -71,7 +71,8 @@ class SamConfig:
 
 def read_sam(fields: ConfigFields, name: str, *, mlp_ratio: bool = False) -> SamConfig:
     """Return the encoder's configuration from the mapping `name` of `fields`. Layers in `global_attn_indexes` (default:
-    2, 5, 8, 11) attend to whole units, and all do for a `window_size` (default: 14) of 0.
+    2, 5, 8, 11) attend to whole units, and all do for a `window_size` (default: 14) of 0. `output_channels` is 256, and
+    `qkv_bias`, `use_abs_pos` and `use_rel_pos` are true by default.
 
     mlp_ratio: whether the default of `mlp_dim` is the hidden size times the field `mlp_ratio`, instead of 3072. Raises
     ModelConfigError for wrong fields, for windows larger than _MOST_WINDOW, and for a side of a unit that is not a

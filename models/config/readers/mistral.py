@@ -230,9 +230,9 @@ def _quantization(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _with_tower(fields: ConfigFields, text: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json in transformers' names: `text`, the text model's, if params.json (`fields`) has no tower,
-    otherwise that of Llava or Mistral3 with `text` and Pixtral's tower. Raises ModelConfigError for other fields of a
-    tower, and for a text model that neither class takes.
+    """Return a config.json in transformers' names: `text`, the text model's, if params.json (`fields`) has no tower
+    (`vision_encoder`, or `vision_encoder_args` of `multimodal`), otherwise that of Llava or Mistral3 with `text` and
+    Pixtral's tower. Raises ModelConfigError for other fields of a tower, and for a text model that neither class takes.
     """
     holder, name = fields, "vision_encoder"
     if fields.mapping("multimodal"):

@@ -45,7 +45,8 @@ class QueryConfig:
 def read_query_config(
     own: ConfigFields, hidden_size: int, num_heads: int, window: int, num_queries: int
 ) -> QueryConfig:
-    """Return the QueryConfig of a Q-Former from its own configuration, `own`, with transformers' names. The other
+    """Return the QueryConfig of a Q-Former from its own configuration, `own`, with transformers' names:
+    `num_hidden_layers`, `intermediate_size`, `cross_attention_frequency`, `layer_norm_eps` and `hidden_act`. The other
     arguments are fields of QueryConfig, which families check or read elsewhere. Raises ModelConfigError for wrong
     fields.
     """
