@@ -148,8 +148,8 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
-    """Return the error text for an architecture that is not among `known`, with the name of the nearest one if any is
-    similar.
+    """Return the error text for an architecture that is not among `known`, shortened to 100 characters, with the name
+    of the nearest one if any is similar.
     """
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
     known = list(known)

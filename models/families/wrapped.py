@@ -90,7 +90,8 @@ def of_kind(text: ConfigFields, kind: str) -> ConfigFields:
 
 def _multiplier(kind: str, fields: ConfigFields, shape: Mapping[str, Any]) -> float:
     """Return the factor of a tower's embeddings for a text of type `kind`. Before 5.4 transformers multiplied all of
-    Gemma's embeddings by the root of the hidden size, as it still does RecurrentGemma's; now those of tokens.
+    Gemma's embeddings by the root of the hidden size, as it still does RecurrentGemma's; now those of tokens. It is
+    `embedding_multiplier` for types that begin with one of _MULTIPLIED, and 1 for others.
     """
     if kind in ("gemma", "gemma2", "vaultgemma") and _is_older(fields, (5, 4)):
         return shape["hidden_size"] ** 0.5

@@ -28,7 +28,8 @@ SCORE, HEAD = "score", "lm_head"
 
 class LabelScores(nnx.Module):
     """Module that scores labels, [R, D] -> f32[R, num_labels], by `score` or by rows of the LM head for the
-    classifier's tokens. Its argument `table` is the embedding if the checkpoint ties the head to it, otherwise None.
+    classifier's tokens, or their difference (Classifier.difference), [R, 1]. Products are in float32. Its argument
+    `table` is the embedding if the checkpoint ties the head to it, otherwise None.
     """
 
     def __init__(self, config: ModelConfig, classifier: Classifier, build: Build):

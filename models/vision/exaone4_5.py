@@ -27,8 +27,9 @@ class Exaone4_5TowerConfig(Qwen2_5VLTowerConfig):
 
 
 def read_exaone4_5(fields: ConfigFields, hidden_size: int) -> Exaone4_5TowerConfig:
-    """Return the tower's configuration from a vision_config, for a text model of this hidden size. Raises
-    ModelConfigError for wrong fields, and if `num_key_value_heads` (default: 8) does not divide `num_heads`.
+    """Return the tower's configuration from a vision_config, for a text model of this hidden size: read_qwen2_5_vl's,
+    where `hidden_size` and `out_hidden_size` are 3584 by default. Raises the same errors, and if `num_key_value_heads`
+    (default: 8) does not divide `num_heads`.
     """
     tower = read_qwen2_5_vl(fields.with_defaults(hidden_size=3584, out_hidden_size=3584), hidden_size)
     heads = fields.integer("num_key_value_heads", 8)

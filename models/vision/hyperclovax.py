@@ -33,8 +33,8 @@ class HyperClovaTowerConfig(Qwen2_5VLTowerConfig):
 
 
 def read_hyperclovax(fields: ConfigFields) -> HyperClovaTowerConfig:
-    """Return the tower's configuration from a vision_config: that of Qwen2.5-VL, with rows of `out_hidden_size`
-    (default: 3584). Raises ModelConfigError for wrong fields.
+    """Return the tower's configuration from a vision_config: that of Qwen2.5-VL, with rows of `out_hidden_size`; both
+    it and `hidden_size` are 3584 by default. Raises the same errors.
     """
     fields = fields.with_defaults(hidden_size=3584)
     size = fields.integer("out_hidden_size", 3584)

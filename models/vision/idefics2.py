@@ -71,11 +71,13 @@ class Idefics2TowerConfig(VitTowerConfig):
 
 
 def read_idefics2(fields: ConfigFields, text: ConfigFields) -> Idefics2TowerConfig:
-    """Return the tower's configuration from a config.json and its text part, with the defaults of both.
+    """Return the tower's configuration from a config.json and its text part, with the defaults of both: read_vit's
+    fields from `vision_config`, and the names of _LIMITS (by default 64, 3, 16 and 96) and `num_key_value_heads` (4)
+    from `perceiver_config`.
 
     The perceiver has the text's hidden size, whatever its own `hidden_size` (default: 4096) is; if they differ, its
-    norms have the text's epsilon, as in transformers. Raises ModelConfigError for wrong fields, and for heads of keys
-    that do not divide those of queries, and sizes of the perceiver above _LIMITS.
+    norms have the text's epsilon, as in transformers. Raises ModelConfigError for wrong fields, for heads of keys that
+    do not divide those of queries, and sizes of the perceiver above _LIMITS.
     """
     vit = read_vit(fields.part_or_empty("vision_config", **_DEFAULTS))
     found = fields.part_or_empty("perceiver_config")

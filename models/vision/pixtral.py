@@ -84,7 +84,8 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
     """Return the vision tower's configuration from the config.json of Pixtral, or of a Mistral 3 model with images; an
     absent vision_config means all defaults, and for Mistral 3 patches of 14 pixels instead of 16.
     `vision_feature_layer` (default: -1) selects the hidden states, and Mistral 3 merges squares with
-    `spatial_merge_size` (default: 2) patches along a side.
+    `spatial_merge_size` (default: 2) patches along a side. `multimodal_projector_bias` is true by default for Pixtral
+    alone.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
     None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError for wrong fields, for another

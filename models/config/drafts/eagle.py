@@ -48,7 +48,7 @@ def read_head(fields: ConfigFields, layers: Mapping[str, Any]) -> EagleConfig:
     LM head, and has no tied embeddings and no layers that predict further tokens.
 
     fields: result of `head_fields`. layers: fields of the head's layers, as keyword arguments of ModelConfig without
-    the architecture.
+    the architecture. Raises ModelConfigError unless `architectures` is a list of one class name, and for wrong sizes.
     """
     own = {**layers, "tie_word_embeddings": False, "num_nextn_predict_layers": 0}
     sizes = {"draft_vocab_size": layers["vocab_size"], "target_size": layers["hidden_size"]}

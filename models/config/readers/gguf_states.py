@@ -119,7 +119,7 @@ def with_states(shape: dict[str, Any], state: LayerState, recurrent: Sequence[bo
 def gguf_delta(fields: ConfigFields) -> GatedDelta:
     """Return the gated delta net of a file of Qwen3-Next or Qwen3.5, by the fields `ssm.group_count` (key heads),
     `time_step_rank` (value heads), `state_size`, `inner_size` and `conv_kernel`. Raises ModelConfigError for fields
-    that are missing or wrong.
+    that are missing or wrong, and an inner size that is no multiple of the value heads.
     """
     heads, size = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
     if size % heads:

@@ -247,7 +247,9 @@ def _placed(
 
 
 class _SafetensorsFile:
-    """One open file whose header has been checked: every byte after it belongs to exactly one tensor."""
+    """One open file whose header has been checked: every byte after it belongs to exactly one tensor. Raises
+    ModelFileError for a file that cannot be opened or read, and for an invalid header.
+    """
 
     def __init__(self, path: Path, open_file: Callable[[], ByteFile]):
         self.path = path
