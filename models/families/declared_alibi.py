@@ -147,7 +147,9 @@ def _gguf_baichuan(gguf: GGUFConfig) -> dict[str, Any]:
 
 
 def _gguf_jais(fields: ConfigFields, layers: Layers) -> Layers:
-    """Return layers with ALiBi slopes, and products of queries and keys divided by a head's size, as in all files."""
+    """Return layers as `_gguf_sloped` does, with the same errors, and with products of queries and keys divided by a
+    head's size, as in all files.
+    """
     return tuple(replace(each, scale=1 / each.head_dim) for each in _gguf_sloped(fields, layers))
 
 

@@ -139,7 +139,9 @@ def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _gguf_plamo(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
-    """Return the layers of a GGUF file, of which those with a window have an unscaled rope."""
+    """Return the layers of a GGUF file, by default with a window in all but every eighth. Those with a window have an
+    unscaled rope. Raises ModelConfigError for wrong fields.
+    """
     own, rope = layers[0], layers[0].rope
     return gguf_layers(fields, replace(own, rope=rope and replace(rope, scaling=None)), replace(own, window=None), 8)
 

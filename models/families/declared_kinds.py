@@ -79,7 +79,9 @@ def _gguf_laguna(gguf: GGUFConfig) -> dict[str, Any]:
 
 
 def _gguf_laguna_form(gguf: GGUFConfig, form: DeclaredForm) -> DeclaredForm:
-    """Return the form of a GGUF file, whose gates are those of the first layer's heads or elements."""
+    """Return the form of a GGUF file, with a gate for each head if attn_gate has as many rows as the first layer has
+    heads, else for each element. Raises ModelConfigError for wrong numbers of heads.
+    """
     heads = gguf_of_layers(gguf.fields, "attention.head_count")[0]
     return replace(form, gates_heads=gguf.stored.get("attn_gate", (0,))[0] == heads)
 

@@ -180,7 +180,9 @@ def read_kimi_k3(fields: ConfigFields) -> MoonVitTowerConfig:
 
 
 def _named(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of vision_config, of none if it is absent, with those of _NAMES under Kimi-VL's names, too."""
+    """Return the fields of vision_config, of none if it is absent, with those of _NAMES under Kimi-VL's names, too.
+    Raises ModelConfigError if it is no mapping.
+    """
     given = fields.mapping("vision_config") or {}
     raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
     return ConfigFields({**given, **raw})

@@ -199,11 +199,15 @@ class _Program:
         self._push(name)
 
     def _text(self) -> None:
-        """Read a string with a length of 32 bits, in UTF-8, and push it."""
+        """Read a string with a length of 32 bits, in UTF-8, and push it. Raises TorchFileError if the program ends
+        before, ValueError for other bytes.
+        """
         self._push(self._take(self._number("<I")).decode())
 
     def _long(self) -> None:
-        """Read a signed integer with a length of one byte, little-endian, and push it."""
+        """Read a signed integer with a length of one byte, little-endian, and push it. Raises TorchFileError if the
+        program ends before.
+        """
         self._push(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
 
     def _tuple_of(self, count: int) -> None:
