@@ -82,9 +82,10 @@ class DebertaV2Model(NamedEncoder):
 
     @classmethod
     def read_ranges(cls, fields: ConfigFields, kinds: tuple[str, ...]) -> Disentangled:
-        """Return the attention's parts by distance, of these kinds, from `position_buckets`, `max_relative_positions`,
-        `norm_rel_ebd` and `share_att_key`. Raises ModelConfigError for wrong fields, and for `position_buckets` above 0
-        that are not from 4 to 4096 with half of them below max_relative_positions - 1.
+        """Return the attention's parts by distance, of these kinds, from `position_buckets` (default: -1; below 1 a
+        range for each distance), `max_relative_positions`, `norm_rel_ebd` and `share_att_key`. Raises ModelConfigError
+        for wrong fields, and for `position_buckets` above 0 that are not from 4 to 4096 with half of them below
+        max_relative_positions - 1.
         """
         farthest, buckets = _farthest(fields), fields.value("position_buckets", -1)
         if type(buckets) is not int:

@@ -132,8 +132,9 @@ def _blocks(fields: ConfigFields) -> list[tuple[ConfigFields, ConfigFields]]:
 
 
 def _group(own: ConfigFields, num_heads: int) -> int:
-    """Return the number of heads that share a KV head in a layer with these settings; 0 for one without attention.
-    Raises ModelConfigError for a missing or wrong field, and for a number that does not divide num_heads.
+    """Return `n_heads_in_group`, the number of heads that share a KV head in a layer with these settings; 0 for one
+    without attention (`no_op`). Raises ModelConfigError for a missing or wrong field, and for a number that does not
+    divide num_heads.
     """
     if own.boolean("no_op", False):
         return 0
@@ -144,8 +145,8 @@ def _group(own: ConfigFields, num_heads: int) -> int:
 
 def _ffn_size(own: ConfigFields, hidden_size: int) -> int:
     """Return the size of the MLP of a layer with these settings: `intermediate_size`, or 2/3 of `ffn_mult` times the
-    hidden size, rounded up to a multiple of _STEP; 0 for one without MLP. Raises ModelConfigError for a missing or
-    wrong field, and for a result above MAX_INTERMEDIATE.
+    hidden size, rounded up to a multiple of _STEP; 0 for one without MLP (`no_op`). Raises ModelConfigError for a
+    missing or wrong field, and for a result above MAX_INTERMEDIATE.
     """
     if own.boolean("no_op", False):
         return 0

@@ -124,8 +124,8 @@ def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _modernbert_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types`; if they are not listed, every `global_attn_every_n_layers`-th layer (3 by default), the
-    first included, is FULL. Also returns `sliding_window`, by default half of `local_attention`, and `rope_theta`, the
-    base for FULL layers. Raises ModelConfigError for wrong fields.
+    first included, is FULL. Also returns `sliding_window`, by default half of `local_attention`, and `rope_theta`,
+    which is `global_rope_theta`, the base for FULL layers. Raises ModelConfigError for wrong fields.
     """
     every, count = fields.integer("global_attn_every_n_layers", 3), fields.integer("num_hidden_layers")
     kinds = [SLIDING if layer % every else FULL for layer in range(count)]

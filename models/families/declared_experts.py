@@ -86,8 +86,8 @@ gguf_sigmoid_experts = partial(gguf_shared_experts, scoring_func="sigmoid")
 
 
 def _exaone_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
-    """Return the attention of each layer of a GGUF file: with a window and rope in three of four layers, neither in
-    the fourth, or `layers` if it has no window. Raises ModelConfigError for wrong fields.
+    """Return the attention of each layer of a GGUF file: with a window and rope in three of four layers, neither in the
+    fourth, or `layers` if `attention.sliding_window` is absent or 0. Raises ModelConfigError for wrong fields.
     """
     if not fields.integer("attention.sliding_window", 0, minimum=0):
         return layers
@@ -105,7 +105,9 @@ def gguf_after_dense(gguf: GGUFConfig, **own: Any) -> ExpertsConfig:
 
 
 def _gguf_hunyuan(gguf: GGUFConfig) -> dict[str, Any]:
-    """Return `gguf_fields` with the experts of Hunyuan 3. Raises ModelConfigError for wrong fields."""
+    """Return `gguf_fields` with the experts of Hunyuan 3, whose shared MLP has `expert_shared_feed_forward_length`
+    elements (default: 0, for none). Raises ModelConfigError for wrong fields.
+    """
     size = gguf.fields.integer("expert_shared_feed_forward_length", 0, minimum=0)
     return gguf_fields(gguf, experts=gguf_after_dense(gguf, shared_intermediate_size=size))
 

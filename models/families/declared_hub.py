@@ -73,9 +73,9 @@ def _refined_web_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Return the ExpertsConfig of experts with softmax scores and a shared MLP, after `first_k_dense_replace` dense
-    layers (none by default); None for a model without `n_routed_experts`. Raises ModelConfigError for wrong fields, and
-    for another scoring_func or moe_layer_freq.
+    """Return the ExpertsConfig of experts with softmax scores and a shared MLP of `n_shared_experts` (default: 0) times
+    their size, after `first_k_dense_replace` dense layers (none by default); None for a model without
+    `n_routed_experts`. Raises ModelConfigError for wrong fields, and for another scoring_func or moe_layer_freq.
     """
     if fields.value("n_routed_experts", None) is None:
         return None
@@ -114,8 +114,9 @@ def _teleflm_scales(fields: ConfigFields) -> dict[str, float]:
 def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types` (every `sliding_window_pattern`-th layer is FULL, by default every eighth), the window
     (`window_size`, 128 by default, or the one in `sliding_window`, a number or a list with null for FULL layers) and
-    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1. `rope_parameters` and `rope_scaling` that
-    are no mapping by kind are of FULL layers. Raises ModelConfigError for wrong fields, and for both YaRN and these.
+    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1, from `initial_context_length` on.
+    `rope_parameters` and `rope_scaling` that are no mapping by kind are of FULL layers. Raises ModelConfigError for
+    wrong fields, and for both YaRN and these.
     """
     window, thetas = fields.value("sliding_window", None), (fields.number("rope_theta"), fields.number(_LOCAL))
     listed = [each for each in (window if isinstance(window, list) else [window]) if each is not None]

@@ -59,8 +59,9 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gguf_laguna(gguf: GGUFConfig) -> dict[str, Any]:
-    """Return `gguf_fields`; layers with a window have unscaled rope on a part of their own. Raises ModelConfigError for
-    wrong fields, and without experts.
+    """Return `gguf_fields`; layers with a window have unscaled rope on `rope.dimension_count_swa` elements, by default
+    all. Without `attention.sliding_window`, or for 0, all layers are alike. Raises ModelConfigError for wrong fields,
+    and without experts.
     """
     fields, size = gguf.fields, gguf.fields.integer("expert_shared_feed_forward_length")
     if (experts := gguf_shared_experts(fields, scoring_func="sigmoid", norm_weights=True)) is None:

@@ -35,9 +35,10 @@ _UNBIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention
 
 
 def _dbrx_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the KV heads, bound of q, k and v, and base of rope of `attn_config`, and the size, number, choice and
-    activation of experts of `ffn_config`, under the usual names and with defaults for absent ones. Raises
-    ModelConfigError for wrong fields, and if moe_normalize_expert_weights is neither 1 nor null.
+    """Return, under the usual names, of `attn_config` kv_n_heads (default: 1), clip_qkv (none) and rope_theta (10,000),
+    and of `ffn_config` ffn_hidden_size (3584), moe_num_experts (4), moe_top_k (1), whether weights are normed, and the
+    name in ffn_act_fn (silu). Raises ModelConfigError for wrong fields, and if moe_normalize_expert_weights is neither
+    1 nor null.
     """
     attention, experts = (ConfigFields(fields.mapping(name) or {}) for name in ("attn_config", "ffn_config"))
     experts.require(moe_normalize_expert_weights=1.0)
@@ -132,10 +133,11 @@ def _step_ropes(fields: ConfigFields, kinds: list[str]) -> Mapping[str, Any]:
 
 
 def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of attention and of MLPs, the ropes by kind, the window, and the heads of SLIDING layers, under
-    the usual names. Raises ModelConfigError for wrong fields, and if `per_layer_config` contains anything else. The
-    outer `rope_theta` is 10,000, and the window 1 if no layer is SLIDING; `per_layer_config` and `rope_scaling` are
-    None, as what they say is in the other fields.
+    """Return the kinds of attention and of MLPs, the ropes by kind, the window, and the heads of SLIDING layers
+    (`num_sliding_attention_heads`, or else those of `attention_other_setting`, or else all layers'), under the usual
+    names. Raises ModelConfigError for wrong fields, and if `per_layer_config` contains anything else. The outer
+    `rope_theta` is 10,000, and the window 1 if no layer is SLIDING; `per_layer_config` and `rope_scaling` are None, as
+    what they say is in the other fields.
     """
     count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     own = ConfigFields({**fields.raw, "layer_types": _of_layers(fields, "layer_types", count)})
@@ -189,8 +191,8 @@ def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gguf_step(gguf: GGUFConfig) -> dict[str, Any]:
-    """Return `gguf_fields`; layers without a window rotate half of each head, with the file's factors. Raises
-    ModelConfigError for wrong fields.
+    """Return `gguf_fields`; layers without a window rotate half of each head, with the file's factors, and the first
+    `leading_dense_block_count` (default: 0) layers are dense. Raises ModelConfigError for wrong fields.
     """
     fields, half = gguf.fields, gguf.fields.integer("attention.key_length") // 2
     experts = gguf_after_dense(gguf, shared_intermediate_size=fields.integer("expert_shared_feed_forward_length"))

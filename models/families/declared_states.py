@@ -67,8 +67,8 @@ def _channels_as_heads(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with Mamba's state, from the fields of Mamba's own configurations. By default states
-    have 16 elements, the convolution has a kernel of 4, and only it has a bias. Raises ModelConfigError for wrong
-    fields.
+    have 16 elements (`state_size`), the convolution has a kernel of 4 (`conv_kernel`), and only it has a bias
+    (`use_conv_bias`, `use_bias`); `time_step_rank` is as in `_time_rank`. Raises ModelConfigError for wrong fields.
     """
     state = SelectiveScan(
         channels=fields.integer("intermediate_size"),
@@ -113,8 +113,9 @@ def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with Mamba-2's state, from the fields of Mamba-2's own configurations, with the
-    heads of `attention`. By default there are 8 groups, states have 128 elements, the convolution has a kernel of 4,
-    and only it has a bias. Raises ModelConfigError for wrong fields.
+    heads of `attention`. By default there are 8 groups (`n_groups`), states have 128 elements (`state_size`), the
+    convolution has a kernel of 4 (`conv_kernel`), and only it has a bias (`use_conv_bias`, `use_bias`). Raises
+    ModelConfigError for wrong fields.
     """
     bias = fields.boolean("use_bias", False)
     state = StateSpace(
@@ -134,8 +135,8 @@ def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 def _bamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention unchanged if `attn_layer_indices` lists the layer; otherwise with a Mamba-2 state,
-    normed after its gate, and without rope. Without the list all layers get a state. Raises ModelConfigError for a list
-    of anything but layers, and for wrong fields.
+    of `mamba_expand` (default: 2) times the hidden size, normed after its gate, and without rope. Without the list all
+    layers get a state. Raises ModelConfigError for a list of anything but layers, and for wrong fields.
     """
     attending = fields.value("attn_layer_indices", None) or []
     count = fields.integer("num_hidden_layers")
@@ -276,8 +277,9 @@ def _griffin_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _griffin_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Return the layer's attention with `sliding_window` if `block_types`, which is repeated over the layers, has
-    "attention" for it; for "recurrent" with a gated recurrence of width `lru_width`, by default the hidden size, and no
-    rope. By default every third layer attends. Raises ModelConfigError for wrong fields.
+    "attention" for it; for "recurrent" with a gated recurrence of width `lru_width`, by default the hidden size, a
+    convolution of kernel `conv1d_width` (default: 4), and no rope. By default every third layer attends. Raises
+    ModelConfigError for wrong fields.
     """
     kinds = fields.value("block_types", ["recurrent", "recurrent", "attention"])
     if not isinstance(kinds, (list, tuple)) or not kinds or {*map(str, kinds)} - {"recurrent", "attention"}:

@@ -58,8 +58,9 @@ class DeepseekOCRForCausalLM(DeepseekOcr2ForConditionalGeneration):
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of a published config.json as transformers calls them: sizes of the encoders are in `width` of
-    its vision_config. Raises ModelConfigError for wrong fields and for what named_as_transformers refuses.
+    """Return the fields of a published config.json as transformers calls them: sizes of the encoders are in `sam_vit_b`
+    and `clip-l-14-224` of `width` of its vision_config. Raises ModelConfigError for wrong fields and for what
+    named_as_transformers refuses.
     """
     widths = fields.part("vision_config").part("width")
     encoder, sam = widths.part("clip-l-14-224"), widths.part("sam_vit_b")

@@ -117,8 +117,9 @@ def read_text(fields: ConfigFields, kind: str) -> dict[str, Any]:
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of a config.json of DeepseekOCR2ForCausalLM as transformers calls them. Raises ModelConfigError
-    for wrong fields and for what named_as_transformers refuses.
+    """Return the fields of a config.json of DeepseekOCR2ForCausalLM as transformers calls them. Of the second encoder
+    it says only `dim` of `qwen2-0-5b` in `width` of vision_config (default: 896). Raises ModelConfigError for wrong
+    fields and for what named_as_transformers refuses.
     """
     size = fields.part("vision_config").part("width").part("qwen2-0-5b").integer("dim", _FIRST_SIZE)
     # Its code takes no downsample_channels from the file, where they are another model's.
@@ -127,9 +128,11 @@ def _as_transformers(fields: ConfigFields) -> ConfigFields:
 
 
 def named_as_transformers(fields: ConfigFields, sam: Mapping[str, Any], encoder: Mapping[str, Any]) -> ConfigFields:
-    """Return the fields of a config.json of DeepSeek-OCR's first code as transformers calls them. Raises
-    ModelConfigError for wrong fields and for what is not supported: latent attention, dense layers between sparse ones,
-    another projector than a linear one, and another tile_tag than 2D.
+    """Return the fields of a config.json of DeepSeek-OCR's first code as transformers calls them: `language_config`
+    becomes text_config, in which the first `first_k_dense_replace` (default: 0) layers are dense, and sizes of SAM come
+    from `sam_vit_b` in `width` of vision_config, with its `image_size`. Raises ModelConfigError for wrong fields and
+    for what is not supported: latent attention, dense layers between sparse ones, another projector than a linear one,
+    and another tile_tag than 2D.
 
     sam: further fields of the first encoder, under transformers' names. encoder: the fields of the second. `mlp_ratio`
     is left out, as that code does not use it.

@@ -50,10 +50,11 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
 
 def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
-    """Return the ExpertsConfig of experts that are chosen by softmax scores, within groups if `topk_method` (default:
-    greedy) is group_limited_greedy, whose weights are not normed, with a shared MLP unless `n_shared_experts` (default:
-    0) is 0. A token has at most as many as its groups contain. dense_layers: indices of the layers without experts.
-    Raises ModelConfigError for wrong or unsupported fields.
+    """Return the ExpertsConfig of experts that are chosen by softmax scores, within groups (`n_group`, `topk_group`) if
+    `topk_method` (default: greedy) is group_limited_greedy, whose weights are not normed but multiplied by
+    `routed_scaling_factor` (1), with a shared MLP unless `n_shared_experts` (default: 0) is 0. A token has at most as
+    many as its groups contain. dense_layers: indices of the layers without experts. Raises ModelConfigError for wrong
+    or unsupported fields.
     """
     fields.require(norm_topk_prob=False, scoring_func="softmax")
     method = fields.text("topk_method", "greedy")

@@ -55,9 +55,9 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
 
     @classmethod
     def _with_indexers(cls, shared: dict[str, Any], fields: ConfigFields) -> dict[str, Any]:
-        """Return arguments of ModelConfig, `shared`, with the indexers of `fields` (by default `index_heads` heads of
-        128 elements, which select 2048 keys), and without MTP layers if the last one uses another's selection of keys.
-        Raises ModelConfigError for wrong fields.
+        """Return arguments of ModelConfig, `shared`, with the indexers of `fields` (`index_n_heads`, `index_heads` by
+        default, `index_head_dim`, 128, `index_topk` keys, 2048, and `indexer_rope_interleave`, index_interleaved), and
+        without MTP layers if the last one uses another's selection of keys. Raises ModelConfigError for wrong fields.
         """
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),

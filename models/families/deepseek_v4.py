@@ -248,7 +248,8 @@ class DeepseekV4ForCausalLM(Decoder):
 
 def read_experts(fields: ConfigFields) -> ExpertsConfig:
     """Return the experts of all layers, with a correction bias and a shared MLP of an expert's size; by default 6 of
-    256 for a token, with weights times 1.5, and gates and ups bounded by 10. Raises ModelConfigError for wrong fields.
+    256 for a token, with weights times 1.5 (`routed_scaling_factor`), and gates and ups bounded by 10 (`swiglu_limit`).
+    Raises ModelConfigError for wrong fields.
     """
     size = fields.integer("moe_intermediate_size")
     return ExpertsConfig(
@@ -313,9 +314,11 @@ def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys:
-    """Return the CompressedKeys of layers of one kind, WINDOW, SPARSE or HEAVY. WINDOW layers have no rate; by default
-    SPARSE layers have 4 and HEAVY ones 128, and the window is 128; only SPARSE layers have an index of blocks, and
-    blocks that overlap. head_dim: elements of a key. Raises ModelConfigError for wrong fields.
+    """Return the CompressedKeys of layers of one kind, WINDOW, SPARSE or HEAVY. WINDOW layers have no rate; the others'
+    is in `compress_rates` by kind, or else in `compress_rate_csa` (default: 4) for SPARSE and `compress_rate_hca` (128)
+    for HEAVY layers. The window is 128 by default; only SPARSE layers have an index of blocks, and blocks that overlap.
+    Indexers have 64 heads of 128 elements and select 512 blocks by default (`index_` fields); `q_lora_rank` and
+    `o_lora_rank` are 1024, `o_groups` 8. head_dim: elements of a key. Raises ModelConfigError for wrong fields.
     """
     rates, own = fields.mapping("compress_rates") or {}, {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
     rate = None if kind == WINDOW else ConfigFields(rates).integer(kind, None)

@@ -271,8 +271,9 @@ def _numbers(fields: ConfigFields, name: str, count: int, default: list[int]) ->
 
 def _read_ngrams(fields: ConfigFields, count: int) -> NgramMemory | None:
     """Return the memory of n-grams of a model of `count` layers, in the layers `engram_layer_ids` with
-    `engram_num_embeddings` rows each and the sizes in `engram_` fields (by default those of the released model); None
-    for a model without such layers. Raises ModelConfigError for wrong fields.
+    `engram_num_embeddings` rows each and the sizes in further `engram_` fields (by default n-grams of up to 4 tokens, 8
+    heads of 256 elements, 16,000,000 rows at least, 99,092 ids and 2 for padding); None for a model without such
+    layers. Raises ModelConfigError for wrong fields.
     """
     layers = _numbers(fields, _NGRAMS, count, [])
     if not layers:

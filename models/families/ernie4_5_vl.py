@@ -171,9 +171,10 @@ def _read_rope(text: ConfigFields, head_dim: int) -> Rope:
 
 
 def _read_experts(text: ConfigFields, num_layers: int) -> ExpertsConfig:
-    """Return the ExpertsConfig. Fields may have one value for experts of both kinds, text and images, or a list of two.
-    Layers without experts are those of `_dense_layers`. Raises ModelConfigError for wrong fields, and if the two kinds
-    differ in number or layers.
+    """Return the ExpertsConfig: by default 6 (`moe_k`) of 64 (`moe_num_experts`) experts of 1536 or, for images, 512
+    elements, and 2 shared ones (`moe_num_shared_experts`), of the size of text's. Fields may have one value for experts
+    of both kinds, text and images, or a list of two. Layers without experts are those of `_dense_layers`. Raises
+    ModelConfigError for wrong fields, and if the two kinds differ in number or layers.
     """
     sizes = _both(text, "moe_intermediate_size", [1536, 512])
     numbers = _both(text, "moe_num_experts", 64)

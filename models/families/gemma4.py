@@ -328,8 +328,9 @@ def _attention(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
     """Return `layers` with the heads, rope and keys of their `kinds`, FULL or SLIDING, or with the heads that
-    `per_layer_config` has for each layer. The last ones get a kv_source, as in with_sources. Raises ModelConfigError
-    for wrong fields.
+    `per_layer_config` has for each layer. With `attention_k_eq_v` (default: false) FULL layers have
+    `num_global_key_value_heads` KV heads, whose keys are values, too. The last ones get a kv_source, as in
+    with_sources. Raises ModelConfigError for wrong fields.
     """
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None

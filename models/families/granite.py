@@ -59,8 +59,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def granite_gguf_fields(gguf: GGUFConfig, experts: ExpertsConfig | None = None) -> dict[str, Any]:
-    """Return `gguf_fields` with Granite's multipliers and these experts. Raises ModelConfigError for a field that is
-    missing, wrong or not supported.
+    """Return `gguf_fields` with Granite's multipliers, products scaled by `attention.scale`, if present, and these
+    experts. Raises ModelConfigError for a field that is missing, wrong or not supported.
     """
     scale = gguf.fields.number("attention.scale", None)
     return with_gguf_multipliers(gguf.fields, gguf_fields(gguf, scale=scale, experts=experts))

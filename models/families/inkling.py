@@ -320,10 +320,11 @@ def _read_experts(fields: ConfigFields) -> tuple[ExpertsConfig, int]:
 
 def _read_layers(fields: ConfigFields, layers: tuple[LayerAttention, ...]) -> tuple[LayerAttention, ...]:
     """Return the layers with windows, heads, biases and convolutions by their kind: `layer_types` lists them, or else
-    `local_layer_ids` those with windows, or else each but every sixth has one. Those with windows have the sizes of
-    heads in `swa_` fields, others the temperature of `log_scaling_n_floor` (none without it) and `log_scaling_alpha`
-    (default: 0.1; none for 0). Biases have `d_rel` numbers (default: 16) and reach as far as the window or `rel_extent`
-    (default: 1024); `conv_kernel_size` is 4 by default. Raises ModelConfigError for a field that is wrong.
+    `local_layer_ids` those with windows, or else each but every sixth has one. Those with windows, of
+    `sliding_window_size`, have the sizes of heads in `swa_` fields, others the temperature of `log_scaling_n_floor`
+    (none without it) and `log_scaling_alpha` (default: 0.1; none for 0). Biases have `d_rel` numbers (default: 16) and
+    reach as far as the window or `rel_extent` (default: 1024); `conv_kernel_size` is 4 by default. Raises
+    ModelConfigError for a field that is wrong.
     """
     window, floor = fields.integer("sliding_window_size"), fields.integer("log_scaling_n_floor", None)
     strength = 0.1 if fields.value("log_scaling_alpha", None) is None else fields.value("log_scaling_alpha")

@@ -218,8 +218,9 @@ def read_kda(fields: ConfigFields, **own: Any) -> GatedDelta:
 
 
 def gguf_delta_nets(gguf: GGUFConfig, **own: Any) -> dict[str, Any]:
-    """Return `gguf_latent_fields` with DeepSeek-V3's experts, and with delta nets in the layers without KV heads. own:
-    further fields of GatedDelta. Raises ModelConfigError for a field that is missing, wrong or not supported.
+    """Return `gguf_latent_fields` with DeepSeek-V3's experts, and with delta nets, of heads of `kda.head_dim` elements
+    and the kernel `ssm.conv_kernel`, in the layers without KV heads. own: further fields of GatedDelta. Raises
+    ModelConfigError for a field that is missing, wrong or not supported.
     """
     fields = gguf.fields
     heads, size = fields.integer("attention.head_count"), fields.integer("kda.head_dim")
@@ -232,9 +233,9 @@ def gguf_delta_nets(gguf: GGUFConfig, **own: Any) -> dict[str, Any]:
 
 def read_parts(fields: ConfigFields) -> KimiK3Parts:
     """Return what the layers have of Kimi K3, whose text_config names this class: blocks of `attn_res_block_size`
-    layers, a gate of latent attention's output (`mla_use_output_gate`), SiTU in place of SiLU (`hidden_act`), and a
-    norm of experts' latents (`latent_moe_use_norm`). An absent field means without. Raises ModelConfigError for wrong
-    fields.
+    layers, a gate of latent attention's output (`mla_use_output_gate`), SiTU in place of SiLU (`hidden_act` situ, with
+    `activation_situ_beta`, 1 by default, and `activation_situ_linear_beta`), and a norm of experts' latents
+    (`latent_moe_use_norm`). An absent field means without. Raises ModelConfigError for wrong fields.
     """
     situ = None
     if fields.text("hidden_act", "silu") == "situ":

@@ -146,9 +146,9 @@ class Lfm2BidirectionalModel(Lfm2ForCausalLM):
 def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
     """Return the arguments of ModelConfig that LFM2 and LFM2-MoE read from the same fields: all but the experts. CONV
     layers have a short convolution as their state, and no rope. By default rope has the base 1e6, norms the epsilon
-    1e-5, convolutions a kernel of 3 and no bias, and the LM head is tied; `tie_embedding` counts before
-    `tie_word_embeddings`. ffn_size: width of the dense feed-forward layers, which replaces the file's. Raises
-    ModelConfigError for wrong fields.
+    1e-5, convolutions a kernel of 3 (`conv_L_cache`) and no bias (`conv_bias`), and the LM head is tied;
+    `tie_embedding` counts before `tie_word_embeddings`. ffn_size: width of the dense feed-forward layers, which
+    replaces the file's. Raises ModelConfigError for wrong fields.
     """
     fields = fields.with_defaults(rope_theta=1e6, norm_eps=1e-5, intermediate_size=ffn_size)
     shared = hf_fields(fields, eps="norm_eps", tied=True)

@@ -199,7 +199,9 @@ def layer_kinds(fields: ConfigFields) -> list[str]:
 
 
 def _predicts(fields: ConfigFields) -> bool:
-    """Return whether attention and experts, a layer each, predict further tokens: no others are read."""
+    """Return whether attention and experts, a layer each, predict further tokens by `mtp_hybrid_override_pattern`, or
+    else `mtp_layers_block_type`: no others are read.
+    """
     listed = fields.value("mtp_hybrid_override_pattern", None) or fields.value("mtp_layers_block_type", None)
     return isinstance(listed, (list, str)) and [KINDS.get(str(kind)) for kind in listed] == [ATTENTION, EXPERTS]
 

@@ -41,7 +41,8 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
-    """Return the configuration of experts and of a shared MLP whose output is multiplied by a sigmoid gate.
+    """Return the configuration of experts and of a shared MLP of size `shared_expert_intermediate_size` whose output is
+    multiplied by a sigmoid gate.
 
     norm_weights: the default of ExpertsConfig.norm_weights, used if `norm_topk_prob` is absent. Raises ModelConfigError
     for wrong fields.

@@ -75,8 +75,9 @@ def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
     """Return the keyword arguments of ModelConfig that all families with delta nets and gated attention share, which
     are all except "experts".
 
-    A layer of kind LINEAR has a GatedDelta state and no rope. By default heads have 256 elements, and rope rotates a
-    quarter of each. Raises ModelConfigError for wrong fields.
+    A layer of kind LINEAR has a GatedDelta state, of sizes `linear_num_key_heads`, `linear_key_head_dim`, those of
+    values, and `linear_conv_kernel_dim`, and no rope. By default heads have 256 elements, and rope rotates a quarter of
+    each. Raises ModelConfigError for wrong fields.
     """
     bias = fields.boolean("attention_bias", False)
     fields = fields.with_defaults(partial_rotary_factor=0.25)

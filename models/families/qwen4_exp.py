@@ -150,8 +150,9 @@ class Qwen4ExpForConditionalGeneration(Qwen4ExpForCausalLM):
 
 
 def _read(fields: ConfigFields, ends: tuple[int, ...]) -> dict[str, Any]:
-    """Return the keyword arguments of ModelConfig, without the architecture, for the fields of the text. ends: token
-    ids of which the first one separates n-grams. Raises ModelConfigError for wrong fields.
+    """Return the keyword arguments of ModelConfig, without the architecture, for the fields of the text. Tokens have
+    `hc_count` (default: 4) hidden states, with gates of rank `hc_lowrank` (320). ends: token ids of which the first one
+    separates n-grams. Raises ModelConfigError for wrong fields.
     """
     fields = without_mrope(fields).with_defaults(**DEFAULTS)
     experts = replace(gated_experts(fields, norm_weights=True), dense_layers=())

@@ -99,7 +99,9 @@ def _multiplier(kind: str, fields: ConfigFields, shape: Mapping[str, Any]) -> fl
 
 
 def _is_older(fields: ConfigFields, version: tuple[int, int]) -> bool:
-    """Return whether a transformers before `version` wrote a config.json; False if that names none."""
+    """Return whether a transformers before `version` wrote a config.json (`transformers_version`); False if that names
+    none.
+    """
     found = re.match(r"(\d+)\.(\d+)", str(fields.value("transformers_version", "")))
     return found is not None and (int(found[1]), int(found[2])) < version
 

@@ -115,9 +115,10 @@ def _bounded(fields: ConfigFields, name: str, most: int) -> int:
 
 
 def read_granite_speech(fields: ConfigFields, *, joins: bool = False) -> GraniteSpeechConfig:
-    """Return the tower's configuration from a config.json. With `has_lora_adapter` (default: true) the base adapter
-    runs where there are sounds. joins: whether `cat_hidden_layers` is read. Raises ModelConfigError for wrong fields,
-    and for sizes that do not fit each other or are too large.
+    """Return the tower's configuration from the `encoder_config` of a config.json, with transformers' defaults for
+    absent fields, and what `_read_queries` reads. With `has_lora_adapter` (default: true) the base adapter runs where
+    there are sounds. joins: whether `cat_hidden_layers` is read. Raises ModelConfigError for wrong fields, and for
+    sizes that do not fit each other or are too large.
     """
     audio = fields.part("encoder_config", **_DEFAULTS)
     size, heads = _bounded(audio, "hidden_dim", MAX_HIDDEN), _bounded(audio, "num_heads", MAX_HEADS)

@@ -68,11 +68,12 @@ class Blip2TowerConfig(VitTowerConfig):
 
 
 def read_blip2(fields: ConfigFields) -> Blip2TowerConfig:
-    """Return the tower's configuration from a config.json. The Q-Former reads states of the tower's size, whatever its
-    `encoder_hidden_size` says, as in transformers.
+    """Return the tower's configuration from a config.json: read_vit's fields and `qkv_bias` (default: true) of
+    `vision_config`, and `qformer_config`, each with transformers' defaults. The Q-Former reads states of the tower's
+    size, whatever its `encoder_hidden_size` says, as in transformers.
 
-    Raises ModelConfigError for wrong fields, for more than 1024 `num_query_tokens` (default: 32), and for a Q-Former
-    that also reads text.
+    Raises ModelConfigError for wrong fields, for more than 1024 `num_query_tokens` (default: 32), for a Q-Former that
+    also reads text, and for heads that do not divide its hidden size.
     """
     vision = fields.part_or_empty("vision_config", **_VISION)
     vit = read_vit(vision, has_class_token=True, qkv_bias=vision.boolean("qkv_bias", True))

@@ -88,9 +88,9 @@ class DeepseekOcr2TowerConfig(TowerConfig):
 
 
 def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, for an
-    image_size that is not a multiple of 16 patches, and unless downsample_channels are two sizes of which the second is
-    the encoder's.
+    """Return the vision tower's configuration from `sam_config` and `encoder_config` in vision_config of a config.json.
+    Raises ModelConfigError for wrong fields, for an image_size that is not a multiple of 16 patches, and unless
+    downsample_channels are two sizes of which the second is the encoder's.
     """
     vision = fields.part("vision_config")
     sam = read_sam(vision, "sam_config", mlp_ratio=True)

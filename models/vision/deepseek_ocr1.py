@@ -65,9 +65,9 @@ class DeepseekOcrTowerConfig(TowerConfig):
 
 
 def read_deepseek_ocr(fields: ConfigFields) -> DeepseekOcrTowerConfig:
-    """Return the vision tower's configuration from a config.json. Raises ModelConfigError for wrong fields, for a
-    second encoder with another number of patches a side than the first has rows, and unless downsample_channels are two
-    sizes of which the second is the second encoder's.
+    """Return the vision tower's configuration from `sam_config` and `encoder_config` in vision_config of a config.json.
+    Raises ModelConfigError for wrong fields, for a second encoder with another number of patches a side than the first
+    has rows, and unless downsample_channels are two sizes of which the second is the second encoder's.
     """
     vision = fields.part("vision_config")
     sam, first = read_sam(vision, "sam_config", mlp_ratio=True), vision.part("sam_config")

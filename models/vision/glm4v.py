@@ -103,8 +103,9 @@ def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 
 def _read_shared(fields: ConfigFields, hidden_size: int) -> dict[str, Any]:
-    """Return the keyword arguments of a Glm4vTowerConfig that both towers read from the same fields. Raises
-    ModelConfigError for wrong fields, and for an out_hidden_size that differs from hidden_size.
+    """Return the keyword arguments of a Glm4vTowerConfig that both towers read from the same fields: read_sizes',
+    `rms_norm_eps` (default: 1e-5) and `attention_bias`. Raises ModelConfigError for wrong fields, and for an
+    out_hidden_size that differs from hidden_size.
     """
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")

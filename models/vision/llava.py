@@ -70,7 +70,7 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
     """Return the vision tower's configuration from a config.json. `vision_feature_layer` (default: -2) may list several
     hidden states, of whose positions `vision_feature_select_strategy` "default" uses all but the first, "full" all.
 
-    Raises ModelConfigError for wrong fields.
+    `multimodal_projector_bias` is true by default. Raises ModelConfigError for wrong fields.
     """
     kind, vit = read_clip_or_siglip(fields)
     strategy = fields.text("vision_feature_select_strategy", "default")

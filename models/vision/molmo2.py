@@ -110,9 +110,9 @@ def read_molmo2_tower(fields: ConfigFields, hidden_size: int) -> Molmo2TowerConf
     the layers from `vision_config` or, as published, `vit_config`, those of what follows, and the hidden states that
     are read (`vision_feature_layer`), from `adapter_config`. hidden_size: the text model's.
 
-    Raises ModelConfigError for wrong fields, for a number of positions other than that of patches, for heads of keys
-    that do not divide those of queries, and for sizes of the adapter that differ from those of the tower and of the
-    text model.
+    Raises ModelConfigError for wrong fields, for a `num_position_embeddings` other than the number of patches, for
+    heads of keys that do not divide those of queries, and for sizes of the adapter that differ from those of the tower
+    and of the text model.
     """
     vision = _part(fields, "vision_config" if fields.has("vision_config") else "vit_config", _VISION)
     adapter = _part(fields, "adapter_config", _ADAPTER)

@@ -149,7 +149,8 @@ def read_qwen2_5_vl(
 ) -> Qwen2_5VLTowerConfig:
     """Return the configuration of Qwen2.5-VL's tower, of class `kind`, from a vision_config, for a text model of this
     hidden size. A window's side is `window_size` pixels (default: 112), rounded down to whole merged squares. Numbers
-    in `fullatt_block_indexes` (default: 7, 15, 23, 31) that are not a layer's are left out.
+    in `fullatt_block_indexes` (default: 7, 15, 23, 31) that are not a layer's are left out. `tokens_per_second` is 4 by
+    default.
 
     Raises ModelConfigError for wrong fields, and if `out_hidden_size` differs from hidden_size, or a window's side is
     not 1 to 64 patches.

@@ -99,7 +99,8 @@ class RadioTowerConfig(TowerConfig):
 
 def read_radio_tower(fields: ConfigFields, *, last_norm: bool) -> RadioTowerConfig:
     """Return the tower's configuration from a config.json of Nemotron-H Omni, with transformers' defaults for fields
-    that it or its vision_config lacks. last_norm: whether a norm follows the layers.
+    that it or its vision_config lacks: those of `_read_sizes`, and `video_temporal_patch_size` (2), which both must
+    have alike. last_norm: whether a norm follows the layers.
 
     Raises ModelConfigError for wrong fields, and for sizes that do not fit each other.
     """

@@ -38,7 +38,8 @@ class RiceTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_rice(fields: ConfigFields, hidden_size: int) -> RiceTowerConfig:
-    """Return the tower's configuration from a vision_config, for a text model of this hidden size.
+    """Return the tower's configuration from a vision_config, for a text model of this hidden size: read_sizes', with
+    patches of one frame, `intermediate_size` (default: 4096) and `layer_norm_eps` (1e-5).
 
     Raises ModelConfigError for wrong fields, for patches of several frames, and if `text_hidden_size`, the merger's
     output size, differs from the text model's.

@@ -130,9 +130,10 @@ def read_head(fields: ConfigFields, layers: Mapping[str, Any], method: str) -> D
 def _of_head(attention: LayerAttention, layer: int, fields: ConfigFields) -> LayerAttention:
     """Return the attention of the head's layer `layer`: `attention`, read from pages, with the head's window and range.
 
-    Layers of `layer_types` "sliding_attention" have a window and are causal; others see the whole block, and with
-    use_swa they have a window, too, if no layer is of that type. `is_causal`, or else `causal`, holds for all layers.
-    Raises ModelConfigError for wrong fields, and for a window that is missing.
+    Layers of `layer_types` "sliding_attention" have a window, `swa_window_size` or else `sliding_window`, and are
+    causal; others see the whole block, and with use_swa they have a window, too, if no layer is of that type.
+    `is_causal`, or else `causal`, holds for all layers. Raises ModelConfigError for wrong fields, and for a window that
+    is missing.
     """
     types = fields.value("layer_types", None)
     if types is not None and (

@@ -317,8 +317,9 @@ def gguf_by_layer(
     full_first: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return `gguf_fields` with each layer's numbers of heads and, as `gguf_layers` says, its window. windowed: what a
-    family changes in layers with one. options: those of gguf_fields. Raises ModelConfigError for wrong fields.
+    """Return `gguf_fields` with each layer's numbers of heads and, as `gguf_layers` says, its window,
+    `attention.sliding_window`. windowed: what a family changes in layers with one. options: those of gguf_fields.
+    Raises ModelConfigError for wrong fields.
     """
     fields = gguf.fields
     counts = {name: gguf_of_layers(fields, name) for name in (_HEADS, _HEADS_KV)}
@@ -349,7 +350,8 @@ def gguf_experts(
 
 def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str, norm_weights: bool = False) -> ExpertsConfig | None:
     """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers (`leading_dense_block_count`),
-    in groups (`expert_group_...`), with a shared MLP of expert_shared_count experts. None for a file without experts
+    in groups (`expert_group_count` and `expert_group_used_count`, 1 by default), with weights times
+    `expert_weights_scale` (1), with a shared MLP of expert_shared_count experts. None for a file without experts
     (Youtu-LLM). scoring_func: "softmax", or "sigmoid", which comes with a correction bias. norm_weights: default of
     expert_weights_norm. Raises ModelConfigError for a field that is missing or wrong, and if the file gives another
     gating function than `scoring_func`.
@@ -440,7 +442,8 @@ def _rope_scaling(
     fields: ConfigFields, max_positions: int, tensors: RopeFactors, yarn: Mapping[str, Any]
 ) -> RopeScaling | None:
     """Return the scaling of rope from metadata and the file's tensors of factors; None for plain rope. Long and short
-    factors are longrope, other factors are used as they are; without any it is linear or yarn.
+    factors are longrope, other factors are used as they are; without any it is linear or yarn, by
+    `rope.scaling.factor`, and with yarn `yarn_attn_factor`, `yarn_beta_fast` and `yarn_beta_slow`.
 
     max_positions: default of the original context length. yarn: YaRN settings that files lack. Raises ModelConfigError
     for a wrong or unsupported scaling, and if metadata and tensors contradict each other.

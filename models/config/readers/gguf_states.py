@@ -60,9 +60,9 @@ def gguf_scan(fields: ConfigFields, **norms: Any) -> SelectiveScan:
 
 
 def gguf_mamba(gguf: GGUFConfig) -> dict[str, Any]:
-    """Return `gguf_fields` of a file of Mamba or Falcon Mamba, whose norms have the epsilon of all norms. The sizes of
-    attention, which no layer has, are those that config.json is read with. Raises ModelConfigError for a field that is
-    missing, wrong or not supported.
+    """Return `gguf_fields` of a file of Mamba or, with `ssm.dt_b_c_rms` (default: false), Falcon Mamba, whose norms
+    have the epsilon of all norms. The sizes of attention, which no layer has, are those that config.json is read with.
+    Raises ModelConfigError for a field that is missing, wrong or not supported.
     """
     fields, norms = gguf.fields, {}
     if fields.boolean("ssm.dt_b_c_rms", False):

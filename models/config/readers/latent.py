@@ -73,9 +73,10 @@ def gguf_latent_fields(gguf: GGUFConfig, *, interleaved: bool = True, **options:
     `interleaved`, and a softmax scale that includes the square of YaRN's mscale.
 
     Current files give the sizes of attention over latents, with one KV head, and in addition those of a head
-    (`..._length_mla`); older files give only the latter. options: further options of gguf_fields, without interleaved
-    and yarn. Raises ModelConfigError for a field that is missing, wrong or not supported, and for heads in which all
-    elements are rotated.
+    (`..._length_mla`); older files give only the latter. The other sizes are `attention.kv_lora_rank`,
+    `attention.q_lora_rank` (which may be absent) and `rope.dimension_count`. options: further options of gguf_fields,
+    without interleaved and yarn. Raises ModelConfigError for a field that is missing, wrong or not supported, and for
+    heads in which all elements are rotated.
     """
     fields, prefix = gguf.fields, gguf.fields.prefix
     rope_dim = fields.integer("rope.dimension_count", minimum=0)

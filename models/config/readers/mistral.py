@@ -180,11 +180,12 @@ def _moe(fields: ConfigFields, known: Any) -> ConfigFields:
 
 
 def _rope(fields: ConfigFields, is_latent: bool) -> dict[str, Any]:
-    """Return the `rope_parameters` that rope_theta, `yarn` and `llama_4_scaling` amount to. Raises ModelConfigError for
-    a field that is missing, wrong or not supported.
+    """Return the `rope_parameters` that rope_theta, `yarn` (factor, original_max_position_embeddings, beta, 32 by
+    default, alpha, 1, and apply_scale, true) and `llama_4_scaling` (beta, original_max_position_embeddings) amount to.
+    Raises ModelConfigError for a field that is missing, wrong or not supported, and for two different original lengths.
 
-    is_latent: whether attention is latent, where YaRN scales whole queries and keys. The base of a file
-    without rope_theta is 10,000 with windows and 1,000,000 otherwise.
+    is_latent: whether attention is latent, where YaRN scales whole queries and keys. The base of a file without
+    rope_theta is 10,000 with windows and 1,000,000 otherwise.
     """
     has_window = fields.has("sliding_window") or fields.has("_sliding_window")
     theta = fields.number("rope_theta", 1e4 if has_window else 1e6)
@@ -210,8 +211,10 @@ def _rope(fields: ConfigFields, is_latent: bool) -> dict[str, Any]:
 
 
 def _quantization(fields: ConfigFields) -> dict[str, Any]:
-    """Return the quantization_config of the field `quantization`. Raises ModelConfigError for formats other than
-    fp8_e4m3 with scales per tensor, and compressed-tensors, whose settings are returned with modules to ignore.
+    """Return the quantization_config of the field `quantization`. Activations have static scales for the qscheme_act
+    TENSOR (default), and dynamic ones for NO_SCALES. Raises ModelConfigError for a qformat_weight other than fp8_e4m3,
+    other fields and other values, unless the quant_method is compressed-tensors, whose settings are returned with
+    further modules to ignore.
     """
     own = fields.part("quantization")
     if own.text("quant_method", "").lower().replace("_", "-") == "compressed-tensors":

@@ -142,9 +142,11 @@ class TableEntries(InOrder):
 
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Return the Quantization that bitsandbytes settings describe: all matrices but those that llm_int8_skip_modules
-    lists are NF4 or FP4 (by default) entries.
+    lists are NF4 or FP4 (by default) entries, as bnb_4bit_quant_type says, whose scales are quantised with
+    bnb_4bit_use_double_quant (default: false).
 
-    Raises ModelConfigError for unsupported settings, such as eight bits.
+    Raises ModelConfigError for eight bits, unless load_in_4bit is true or absent, for a bnb_4bit_quant_storage other
+    than uint8, and for other values of the rest.
     """
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         raise bad("load_in_8bit", True, "false: rows of 8 bits with outliers beside them are not supported")
