@@ -277,7 +277,8 @@ class DeclaredForCausalLM(Decoder):
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         """Return the feed-forward part of a layer, ([T, D], Rows) -> [T, D]. In layers with experts it is a mixture of
         experts, followed by a norm if the form names one; otherwise an MLP, gated if the form has gate and up
-        projections.
+        projections. Activations of experts and of MLPs beside or in place of them have the layer's bounds (`limits`), a
+        gated MLP also the norm `inner_norm`, if the form has these.
         """
         config, form, experts = self.config, self.form, self.config.experts
         of_experts, of_mlp = form.limits[layer] if form.limits else (None, None)

@@ -127,7 +127,7 @@ class Eva2ClipTower(nnx.Module):
     """Vision tower of GLM-4V.
 
     A call maps patches f32[P, F] and columns i32[0, P] to embeddings [P / 4, D]: of each unit those of its squares of
-    patches, then that of an image's beginning and that of its end.
+    patches, then that of an image's beginning and that of its end, all divided by `config.divisor`.
     """
 
     def __init__(self, config: Eva2ClipTowerConfig, hidden_size: int, build: Build):
