@@ -449,7 +449,8 @@ def _is_zero_bias(source: WeightSource, name: str) -> bool:
 def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that the model needs, by name.
 
-    Several sources may read one tensor. Raises ValueError unless each of its rows is read exactly once.
+    Several sources may read one tensor. Raises ValueError unless they expect the same shape and each of its rows is
+    read exactly once.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     spans: dict[str, list[tuple[int, int]]] = {}

@@ -173,8 +173,9 @@ class QuantizedWeight(nnx.Module):
         """Return rows x [M, in], already in the order of the codes, rounded to the activation's dtype; unchanged if
         there is no activation.
 
-        static_scale: f32 [1, 1] or [M, 1]; None for scales that are computed from the rows. Microscaled rows are
-        returned in x's dtype, with their scales applied.
+        static_scale: f32 [1, 1] or [M, 1]; None for scales that are computed from the rows' largest magnitudes, of
+        which `activation.bound`, if any, counts at most. Microscaled rows are returned in x's dtype, with their scales
+        applied.
         """
         if self.activation is None:
             return x
