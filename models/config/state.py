@@ -66,14 +66,13 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class ShortConvolution(RecurrentState):
-    """Gated convolution of a layer (Liquid AI 2025, LFM2), whose state is its window.
+    """Gated convolution of a layer (Liquid AI 2025, LFM2), whose state is its window. Raises ModelConfigError for sizes
+    that are not positive or out of their limits.
 
     Attributes:
       channels: number of channels, each of which is convolved separately.
       conv_kernel: tokens in the convolution's window, the token itself included.
       bias: whether the convolution and the products before and after it have biases.
-
-    Raises ModelConfigError for sizes that are not positive or out of their limits.
     """
 
     channels: int
@@ -102,10 +101,10 @@ class ShortConvolution(RecurrentState):
 
 @dataclass(frozen=True)
 class NGrams(RecurrentState):
-    """Embeddings of n-grams of token ids, which a layer adds to all hidden states of a token (Qwen4-Exp).
-
-    For each n from 2 to `longest` there are `num_heads` tables. A table's size is a prime: those of all layers together
-    are the primes from `least` on, in order.
+    """Embeddings of n-grams of token ids, which a layer adds to all hidden states of a token (Qwen4-Exp). For each
+    n from 2 to `longest` there are `num_heads` tables. A table's size is a prime: those of all layers together are the
+    primes from `least` on, in order. Raises ModelConfigError for sizes out of their limits, and for a `size` that is no
+    multiple of the number of tables.
 
     Attributes:
       number: how many layers before this one have such embeddings.
@@ -120,8 +119,6 @@ class NGrams(RecurrentState):
       vocab_size: number of token ids.
       channels: elements of all hidden states of a token.
       kernel: taps of the convolution after the embeddings, each `longest` tokens from the next.
-
-    Raises ModelConfigError for sizes out of their limits, and for a `size` that is no multiple of the number of tables.
     """
 
     number: int
@@ -174,7 +171,8 @@ class NGrams(RecurrentState):
 @dataclass(frozen=True)
 class GatedDelta(RecurrentState):
     """Gated delta net of a layer (Yang et al. 2024, arXiv:2412.06464): its state is one matrix per head, and the window
-    of a convolution.
+    of a convolution. Raises ModelConfigError for sizes out of their limits, a num_v_heads that is no multiple of
+    num_k_heads, and a lower_bound that is not finite and below 0.
 
     Attributes:
       num_k_heads: heads of queries and keys.
@@ -191,9 +189,6 @@ class GatedDelta(RecurrentState):
       gate: name of the function of the output's gates; None for a sigmoid with `by_element`, otherwise a SiLU.
       ngrams: embeddings of n-grams that the layer adds before the delta net, with arrays of their own; None for none.
       beta_scale: factor of the sigmoid that gives a token's step towards its value.
-
-    Raises ModelConfigError for sizes out of their limits, a num_v_heads that is no multiple of num_k_heads, and a
-    lower_bound that is not finite and below 0.
     """
 
     num_k_heads: int
@@ -267,7 +262,7 @@ class GatedDelta(RecurrentState):
 @dataclass(frozen=True)
 class LinearState(RecurrentState):
     """Linear attention of a layer with constant decays (Qin et al. 2024, arXiv:2401.04658), whose state is one matrix
-    per head.
+    per head. Raises ModelConfigError for sizes out of their limits, and groups that do not divide the heads.
 
     Attributes:
       num_heads: heads.
@@ -275,8 +270,6 @@ class LinearState(RecurrentState):
       num_groups: groups of heads whose outputs are normed together, a divisor of num_heads; 1 for all heads at once.
       qk_norm: whether queries and keys are normed; only in Ling 2.5's form, whose queries and keys have rope.
       activation: name of the function that queries, keys and values pass, "linear" for none.
-
-    Raises ModelConfigError for sizes out of their limits, and groups that do not divide the heads.
     """
 
     num_heads: int
@@ -317,7 +310,7 @@ class LinearState(RecurrentState):
 @dataclass(frozen=True)
 class StateSpace(RecurrentState):
     """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060), whose state is one matrix per head, and the windows of a
-    convolution.
+    convolution. Raises ModelConfigError for sizes out of their limits, and unless num_groups divides num_heads.
 
     Attributes:
       num_heads: heads of inputs.
@@ -330,8 +323,6 @@ class StateSpace(RecurrentState):
       activation: name of the function after the convolution.
       dt_limits: bounds of a token's time step.
       multipliers: factors of the projected gate, inputs, B, C, and time steps.
-
-    Raises ModelConfigError for sizes out of their limits, and a num_heads that is no multiple of num_groups.
     """
 
     num_heads: int
@@ -402,7 +393,7 @@ class StateSpace(RecurrentState):
 @dataclass(frozen=True)
 class SelectiveScan(RecurrentState):
     """Mamba of a layer (Gu & Dao 2023, arXiv:2312.00752), whose state is a vector per channel, and the window of a
-    convolution.
+    convolution. Raises ModelConfigError for sizes out of their limits, and heads that do not divide the channels.
 
     Attributes:
       channels: channels of the input, each with its own state.
@@ -416,8 +407,6 @@ class SelectiveScan(RecurrentState):
       activation: name of the function after the convolution.
       num_heads: groups of channels, each with B, C and inputs of time steps of its own, projected from its channels;
         None if they are projected from all channels, for all.
-
-    Raises ModelConfigError for sizes out of their limits, and heads that do not divide the channels.
     """
 
     channels: int
@@ -468,15 +457,13 @@ class SelectiveScan(RecurrentState):
 @dataclass(frozen=True)
 class GatedRecurrence(RecurrentState):
     """Gated linear recurrence of a layer (De et al. 2024, arXiv:2402.19427), whose state is a number per channel, and
-    the window of a convolution.
+    the window of a convolution. Raises ModelConfigError for sizes out of limits, and unless num_heads divides channels.
 
     Attributes:
       channels: channels of the input, each with its own state.
       num_heads: groups of channels, a divisor of `channels`; gates of a channel depend on its group.
       conv_kernel: tokens that the convolution over inputs sees, the token itself included.
       activation: name of the function of the gates of outputs.
-
-    Raises ModelConfigError for sizes out of their limits, and channels that are no multiple of num_heads.
     """
 
     channels: int

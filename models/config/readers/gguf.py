@@ -122,9 +122,8 @@ def gguf_fields(
     **attention: Any,
 ) -> dict[str, Any]:
     """Return the fields that families share from a GGUF file, as keyword arguments of ModelConfig, without the
-    architecture. All layers are alike. They are the numbers, sizes and lengths of embedding, layers (less
-    nextn_predict_layers), heads, feed-forward part, context and sliding window, the epsilon, rope and its scaling, and
-    the tokenizer's vocabulary, first token and ends.
+    architecture. All layers are alike. They are numbers and sizes of layers (less nextn_predict_layers), heads,
+    feed-forward part, context and window, the epsilon, rope, and the tokenizer's vocabulary, first token and ends.
 
     Args:
       partial_rotary: whether the family supports rotating a part of each head only.
@@ -350,11 +349,10 @@ def gguf_experts(
 
 def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str, norm_weights: bool = False) -> ExpertsConfig | None:
     """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers (`leading_dense_block_count`),
-    in groups (`expert_group_count` and `expert_group_used_count`, 1 by default), with weights times
-    `expert_weights_scale` (1), with a shared MLP of expert_shared_count experts. None for a file without experts
-    (Youtu-LLM). scoring_func: "softmax", or "sigmoid", which comes with a correction bias. norm_weights: default of
-    expert_weights_norm. Raises ModelConfigError for a field that is missing or wrong, and if the file gives another
-    gating function than `scoring_func`.
+    in groups (`expert_group_count` and `expert_group_used_count`, 1 by default), weights times `expert_weights_scale`
+    (1), and a shared MLP of expert_shared_count experts. None for a file without experts (Youtu-LLM). scoring_func:
+    "softmax", or "sigmoid", which comes with a correction bias. norm_weights: default of expert_weights_norm. Raises
+    ModelConfigError for missing or wrong fields, and for another gating function than `scoring_func`.
     """
     if not fields.integer("expert_count", 0, minimum=0):
         return None
