@@ -91,8 +91,9 @@ def usual_pooling(architecture: str, fields: ConfigFields) -> str:
 
 
 def model_for_hf(architecture: str, *, nested: bool = False) -> type[CausalLM]:
-    """Return the class that has an architecture's layers. nested: see `family_of`. Raises ModelConfigError for an
-    architecture that is not registered, with the name of the nearest one if any is similar.
+    """Return the class that has an architecture's layers; that of a Wrapper over another text part for
+    "Wrapper[Text]", the two architectures. nested: see `family_of`; not used for these two. Raises ModelConfigError for
+    an architecture that is not registered, with the name of the nearest one if any is similar.
     """
     architecture, _, text = architecture.partition("[")
     if text:

@@ -114,9 +114,10 @@ def _teleflm_scales(fields: ConfigFields) -> dict[str, float]:
 def _plamo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types` (every `sliding_window_pattern`-th layer is FULL, by default every eighth), the window
     (`window_size`, 128 by default, or the one in `sliding_window`, a number or a list with null for FULL layers) and
-    ropes by kind, of FULL layers with YaRN if `rope_scaling_factor` is not 1, from `initial_context_length` on.
-    `rope_parameters` and `rope_scaling` that are no mapping by kind are of FULL layers. Raises ModelConfigError for
-    wrong fields, and for both YaRN and these.
+    ropes by kind, from `rope_theta` and, of SLIDING layers, `rope_local_theta`; of FULL layers with YaRN, not
+    truncated, if `rope_scaling_factor` is not 1, from `initial_context_length` on. `rope_parameters` or else
+    `rope_scaling` that is no mapping by kind is of FULL layers. Raises ModelConfigError for wrong fields, and for both
+    YaRN and these.
     """
     window, thetas = fields.value("sliding_window", None), (fields.number("rope_theta"), fields.number(_LOCAL))
     listed = [each for each in (window if isinstance(window, list) else [window]) if each is not None]

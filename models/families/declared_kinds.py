@@ -142,7 +142,7 @@ def _mimo_fields_of_v2(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return the fields of `_mimo_kinds`. Raises ModelConfigError for wrong fields, and if SLIDING layers do not have
-    the heads of FULL ones and twice their KV heads.
+    the heads of FULL ones, the sizes of their keys and values included, and twice their KV heads.
     """
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)

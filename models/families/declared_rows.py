@@ -62,7 +62,7 @@ def four_times(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
     """Return a `choose` function: if the boolean `field` is true, it puts attention and MLP in parallel and applies
-    `changes`. It raises ModelConfigError for a value that is not a bool.
+    `changes`. It raises ModelConfigError for an absent field, and for a value that is not a bool.
     """
 
     def choose(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:

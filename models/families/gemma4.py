@@ -397,8 +397,8 @@ def with_sources(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
     """Return the layers, of which the last `num_kv_shared_layers` (0 by default) attend to the keys and values of the
-    last layer of the same kind before them, so that their own keys_as_values is false. Raises ModelConfigError if a
-    kind has no such layer.
+    last layer of the same kind before them, so that their own keys_as_values is false. Raises ModelConfigError for
+    a wrong field, and if a kind has no such layer.
     """
     first = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     if first < 1 or set(kinds[:first]) != set(kinds):

@@ -158,7 +158,8 @@ class EncoderEmbeddings(nnx.Module):
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Return the embeddings [T, D] of tokens i32[T], whose ids contain their token types (EncoderConfig), at
-        positions i32[T]: the norm of the sum of the rows of token, type, task and position, as far as there are tables.
+        positions i32[T]: the norm of the f32 sum of the rows of token, type, task (the first) and position, as far as
+        there are tables.
         """
         x = self.token_rows(token_ids % self.num_rows, positions)
         if self.types is not None:

@@ -115,7 +115,9 @@ class Assembly:
         """Yield (index of the piece's first row within the block's share, numbers of the tensor's rows) for each piece
         of the rows that a tensor contributes to a block.
 
-        share: number of rows that it contributes to a block, padding included; padding is not yielded.
+        share: number of rows that it contributes to a block, padding included; padding is not yielded. What is
+        read for a piece of a plain source, with its copies, takes at most `chunk_bytes`, or is of one row; the rows of
+        any other source are one piece.
         """
         begin = block.part * share
         count = min(share, source.rows * source.repeat - begin)

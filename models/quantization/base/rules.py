@@ -123,8 +123,9 @@ class Everywhere:
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
     """Return the scheme of the model's module `module`: that of the first rule that matches it; plain storage if none
-    does, or if `ignored`, `listed` or `unlisted` matches it. Results are cached. Raises ModelConfigError for an invalid
-    expression, and if matching the expressions of this quantization_config takes too many steps in total.
+    does, or if `ignored`, `listed` or `unlisted` matches it. LINEAR matches nothing in `ignored` and
+    `unlisted`, and in rules all modules, but HEADS only if `with_heads`. Results are cached. Raises ModelConfigError
+    for an invalid expression, and if matching the expressions of this quantization_config takes too many steps in all.
     """
     names, effort = quantization.names_of(module), _effort(quantization)
     ignored = (*quantization.ignored, *quantization.unlisted)
