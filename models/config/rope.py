@@ -295,6 +295,15 @@ class Rope:
         return rope_frequencies(self.rotary_dim, self.theta, self.scaling)
 
 
+def stretched_base(theta: float, alpha: float, head_dim: int) -> float:
+    """Return the base of ropes with "alpha": theta * alpha ** (H / (H - 2)), for heads of H = `head_dim` elements.
+    Raises ModelConfigError for H <= 2. The result may be beyond float32.
+    """
+    if head_dim <= 2:
+        raise ModelConfigError(f"head_dim must be more than 2 where alpha stretches the base of rope, got {head_dim}")
+    return theta * alpha ** (head_dim / (head_dim - 2))
+
+
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Return the radians per position of each rotated pair, float64[ceil(rotary_dim / 2)], divided as `scaling` says
     (None: not at all). With longrope its long factors are used; with "proportional" the pairs after the share `rotated`

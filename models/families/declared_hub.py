@@ -16,6 +16,7 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import gguf_fields, gguf_layers, gguf_shared_experts
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
+from jaxengine.models.config.rope import stretched_base
 from jaxengine.models.families.declared_experts import gguf_sigmoid_experts, ling
 from jaxengine.models.families.declared_mixtures import STEP_NAMES
 from jaxengine.models.families.declared_row import GGUFRow, Row, kinds_of_ropes, no_rope, softmax_experts
@@ -87,17 +88,16 @@ def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
 
 
 def _telechat_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_theta` (10000 by default) for models trained with longer texts than their first ones, `base_seqlen`:
-    multiplied by alpha ** (d / (d - 2)), alpha = 2 ** ceil(log2(training_seqlen / base_seqlen) + 1) - 1, for heads of d
-    elements. Also returns `max_position_embeddings`: `training_seqlen`, or `seq_length` without it. Raises
-    ModelConfigError for wrong fields.
+    """Return `rope_theta` (10000 by default), for a `training_seqlen` above `base_seqlen` as `stretched_base` with
+    alpha = 2 ** ceil(log2(training_seqlen / base_seqlen) + 1) - 1, and `max_position_embeddings`: `training_seqlen`, or
+    `seq_length` without it. Raises ModelConfigError for wrong fields, and as `stretched_base` does.
     """
     trained, base = fields.integer("training_seqlen", None), fields.integer("base_seqlen", None)
     theta, size = fields.number("rope_theta", 10000.0), read_head_dim(fields)
     longest = trained or fields.integer("seq_length")
     if trained is not None and base is not None and trained > base:
         alpha = 2 ** math.ceil(math.log2(trained / base) + 1) - 1
-        theta *= alpha ** (size / (size - 2))
+        theta = stretched_base(theta, alpha, size)
     return {"rope_theta": theta, "max_position_embeddings": longest}
 
 

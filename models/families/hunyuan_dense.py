@@ -14,6 +14,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.readers.hf import read_head_dim
+from jaxengine.models.config.rope import stretched_base
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, gated_fields
 from jaxengine.models.layers.attention.attention import Attention, StepInputs
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -49,7 +50,7 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         alpha, base = gguf.fields.number("rope.scaling.alpha", 1.0), f"{gguf.fields.prefix}rope.freq_base"
         size = gguf.fields.integer("attention.key_length", 0) or 4
-        stretched = gguf.fields.number("rope.freq_base", 10000.0) * alpha ** (size / (size - 2))
+        stretched = stretched_base(gguf.fields.number("rope.freq_base", 10000.0), alpha, size)
         return gguf_fields(gguf._replace(metadata={**gguf.metadata, base: stretched}))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
@@ -62,21 +63,15 @@ def with_stretched_base(fields: ConfigFields, head_dim: int | None = None) -> Co
     """Return the fields with plain rope in place of rope_type "dynamic" with `alpha`; other fields are returned
     unchanged.
 
-    The base becomes rope_theta * alpha ** (H / (H - 2)) at any length, where H is the file's `head_dim`. head_dim: H if
-    the file does not give it; None for hidden_size / num_attention_heads. Raises ModelConfigError for wrong fields, for
-    H <= 2, and for a base that is not finite.
+    The base becomes `stretched_base` of rope_theta (10000 by default) at any length, for the file's `head_dim`.
+    head_dim: that of a file without it; None for hidden_size / num_attention_heads. Raises ModelConfigError for wrong
+    fields, and as `stretched_base` does.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     kind = rope.text("rope_type", None) or rope.text("type", "default")
     if kind != "dynamic" or not rope.has("alpha"):
         return fields
-    size = read_head_dim(fields, head_dim)
-    if size <= 2:
-        raise fields.fail("head_dim", "more than 2 with rope_type dynamic")
     theta = rope.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
-    try:
-        stretched = theta * rope.number("alpha") ** (size / (size - 2))
-    except OverflowError:
-        raise rope.fail("alpha", "a number that gives a finite base of rope") from None
+    stretched = stretched_base(theta, rope.number("alpha"), read_head_dim(fields, head_dim))
     plain = {"rope_type": "default", "rope_theta": stretched}
     return ConfigFields({**fields.raw, "rope_parameters": plain, "rope_scaling": None})

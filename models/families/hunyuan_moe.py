@@ -14,7 +14,7 @@ from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields
 from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
 from jaxengine.models.config.readers.hf import read_head_dim, read_rope
-from jaxengine.models.config.rope import Rope
+from jaxengine.models.config.rope import Rope, stretched_base
 from jaxengine.models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from jaxengine.models.families.llama import LAYER, gated_fields
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -84,4 +84,4 @@ def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
     if alpha > MAX_POSITIONS or head_dim < 4:
         raise rope.fail("alpha", f"a number > 0 and <= {MAX_POSITIONS}, of heads of at least 4")
     theta = rope.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
-    return Rope(head_dim, theta * alpha ** (head_dim / (head_dim - 2)))
+    return Rope(head_dim, stretched_base(theta, alpha, head_dim))

@@ -292,6 +292,8 @@ DEEPSEEK4["attention.compress_ratios"] = [0, 4] * 4
             r"expert_gating_func must be 1 \(softmax\) or absent, got 2",
         ),
         ("hunyuan_vl", {"rope.scaling.alpha": "x"}, "hunyuan_vl.rope.scaling.alpha must be a finite number"),
+        ("hunyuan_vl", {"attention.key_length": 2, "rope.scaling.alpha": 2.0}, "head_dim must be more than 2"),
+        ("hunyuan_vl", {"rope.scaling.alpha": 1e38}, "rope.freq_base must be a finite number of float32"),
         ("hy_v3", {}, "hy_v3.expert_count must be at least 1, got None"),
         ("mellum", {**EXPERTS, "attention.sliding_window_pattern": [2]}, "must be true or false for each of 8 layers"),
         ("mimo2", {**EXPERTS, "attention.value_length": "24"}, "mimo2.attention.value_length must be an integer"),

@@ -359,6 +359,7 @@ def test_baichuan_of_7_and_of_13_billion():
         ("mistral4", {"scoring_func": "sigmoid"}, 'scoring_func must be "softmax" or absent'),
         ("teleflm", {"mup_scale_factor": 0}, "mup_scale_factor must be a finite number > 0"),
         ("telechat2", {"embed_layernorm": True}, "embed_layernorm must be false or absent"),
+        ("telechat2", {"head_dim": 2, "training_seqlen": 128}, "head_dim must be more than 2"),
         ("jais", {"activation_function": "gelu_new"}, "activation_function must be swiglu"),
         ("jais", {"position_embedding_type": "learned"}, 'position_embedding_type must be "alibi" or absent'),
         ("jais", {"alibi_scaling": {"type": "linear", "factor": 2.0}}, "alibi_scaling.factor must be absent"),
