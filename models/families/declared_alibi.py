@@ -94,7 +94,7 @@ def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
 def _jais_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `hidden_act`, `intermediate_size` (four times the hidden size by default) and the longest context, which
     `train_seq_len` of alibi_scaling limits. Raises ModelConfigError for wrong fields, for another activation_function
-    than swiglu, and for a `factor` of slopes.
+    than swiglu, for another type of alibi_scaling than linear, and for a `factor` of slopes.
     """
     if fields.text("activation_function", "gelu_new") != "swiglu":
         raise fields.fail("activation_function", "swiglu")

@@ -142,10 +142,11 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
 
 
 def read_kimi_k3(fields: ConfigFields) -> MoonVitTowerConfig:
-    """Return the configuration of Kimi K3's tower, for images alone, from its config.json. Heads have `qkv_hidden_size`
-    elements together (default: 1536), and biases are absent unless `patch_embed_proj_bias`, `attn_bias` or
-    `linear_bias` says so. Raises ModelConfigError for wrong fields, for heads whose number of elements is not a
-    multiple of 4, and for a setting that the tower does not have.
+    """Return the configuration of Kimi K3's tower, for images alone, from its config.json. Sizes are those of MoonViT,
+    by default 1024, MLPs of 4096 and 12 heads, which have `qkv_hidden_size` elements together (default: 1536). Biases
+    are absent unless `patch_embed_proj_bias`, `attn_bias` or `linear_bias` says so; `projector_ln_eps` is EPS by
+    default. Raises ModelConfigError for wrong fields, for heads whose number of elements is not a multiple of 4, for an
+    `mm_hidden_size` that is not the hidden size, and for a setting that the tower does not have.
     """
     vision = _named(fields).with_defaults(hidden_size=1024, intermediate_size=4096, num_attention_heads=12)
     vision.require(

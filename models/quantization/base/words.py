@@ -60,7 +60,7 @@ class PackedInt32(InOrder):
         return (points.astype(np.float32) - self.half) * scales
 
     def word_span(self, part: slice, size: int) -> tuple[slice, slice]:
-        """Return the slice of packed int32 that contain the slice `part` of `size` values, and the slice of `part`
+        """Return the slice of packed int32 numbers that hold the slice `part` of `size` values, and the slice of `part`
         among the values of these int32.
         """
         first, last, _ = part.indices(size)
