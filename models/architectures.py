@@ -53,6 +53,7 @@ POOLING_CLASSES = {
     "JinaEmbeddingsV5Model": ("Qwen3ForCausalLM", EMBED),
     "JinaEmbeddingsV5EncoderModel": ("LlamaForCausalLM", EMBED),  # the one above with is_decoder false
     "VoyageQwen3BidirectionalEmbedModel": ("Qwen3ForCausalLM", EMBED),
+    "DeepseekV3BidirectionalModel": ("DeepseekV3ForCausalLM", EMBED),
     "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
     "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
     "InternLM2ForRewardModel": ("InternLM2ForCausalLM", TOKEN_CLASSIFY),
@@ -112,6 +113,7 @@ _OTHER_NAMES = {
     "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
     "AquilaForCausalLM": "LlamaForCausalLM",
     "AquilaModel": "LlamaForCausalLM",  # of models that generate, too
+    "Cosmos3ForConditionalGeneration": "Cosmos3OmniForConditionalGeneration",
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
     "Ernie4_5_VL_MoeForConditionalGeneration": "Ernie4_5_VLMoeForConditionalGeneration",
@@ -123,6 +125,7 @@ _OTHER_NAMES = {
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     "InternS1ForConditionalGeneration": "InternVLForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration": "Qwen3_5MoeForConditionalGeneration",
     "InternVLChatModel": "InternVLForConditionalGeneration",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",  # as K-EXAONE's own file has it
     "TeleChatForCausalLM": "TeleChat2ForCausalLM",

@@ -22,6 +22,7 @@ _SECTIONS: dict[str, tuple[list[int], bool]] = {
     **dict.fromkeys(("qwen2_5_omni_text", "paddleocr_vl", "paddleocr_vl_text"), ([16, 24, 24], False)),
     **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), ([8, 12, 12], False)),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text"), ([24, 20, 20], True)),
+    "cosmos3_edge_text": ([24, 20, 20], True),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), ([11, 11, 10], True)),
 }
 # Names in checkpoints of transformers 5, and in earlier ones; with a second "model." in some retrievers (Ops-Colqwen3).

@@ -47,7 +47,10 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
     """Qwen3.5 with experts as published: with a vision tower, and positions in three dimensions (M-RoPE)."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names
+    # Intern-S2 has a further tower, of time series.
+    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names._replace(
+        unused=("model.time_series.", "time_series.")
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Vision tower of LFM2-VL (Liquid AI 2025): SigLIP 2 (Tschannen et al. 2025, arXiv:2502.14786) over images of any size,
-whose learned positions are interpolated, and squares of patches joined to rows."""
+whose learned positions are interpolated, and squares of patches joined to rows. Phi-4-reasoning-vision leaves out the
+last layer and the last norm, and has a row for each patch. Cosmos 3 Edge has a norm of each patch before they are
+joined."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +21,11 @@ from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP
 from jaxengine.models.vision.base.layers import PatchEmbedding, PatchMerger, in_turn
-from jaxengine.models.vision.base.vit import VitTowerConfig, read_vit, table
+from jaxengine.models.vision.base.vit import VitConfig, VitTowerConfig, read_vit, table
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.minicpmv import make_layer
 
-_PROJECTOR_EPS = 1e-5
+_PROJECTOR_EPS, _PATCH_EPS = 1e-5, 1e-6
 # Most patches along a side of the square that becomes one row, which must be within a block of attention's queries.
 _MOST_SIDE = 8
 
@@ -33,20 +36,25 @@ class Lfm2VlTowerConfig(VitTowerConfig):
 
     Attributes:
       vit: sizes of the layers; its grid is that of the learned positions.
+      num_used: number of layers that are used. The last norm is, too, if they are all.
       spatial_merge_size: number of patches along a side of the square that becomes one row.
       projector_size, projector_activation, projector_bias, projector_norm: inner size, activation, presence of biases
         and of a norm of the MLP over a row's patches.
+      norms_patches: whether that norm is of each patch, and not of all patches of a row at once.
     """
 
+    num_used: int
     spatial_merge_size: int
     projector_size: int
     projector_activation: str
     projector_bias: bool
     projector_norm: bool
+    norms_patches: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:
-        return (f"{TOWER}.head.",)
+        last = (f"{TOWER}.post_layernorm.",) if self.num_used < self.vit.num_layers else ()
+        return (f"{TOWER}.head.", *last, *self.unused_layers(f"{TOWER}.encoder.layers", self.num_used))
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Lfm2VlTower(self, hidden_size, build)
@@ -59,27 +67,15 @@ def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
     Raises ModelConfigError for wrong fields, and unless the number of learned positions is a square and
     `downsample_factor` (default: 2) is 1, 2, 4 or 8.
     """
-    vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
-    vision.require(model_type="siglip2_vision_model")
+    fields.part("vision_config", **DEFAULTS[SIGLIP]).require(model_type="siglip2_vision_model")
     fields.require(vision_feature_layer=-1)
-    count = vision.integer("num_patches", 256)
-    if isqrt(count) ** 2 != count:
-        raise vision.fail("num_patches", "a square")
-    # The side of an image whose patches have the learned positions unchanged; it has no other use.
-    vision_config = {
-        **(fields.mapping("vision_config") or {}),
-        "image_size": isqrt(count) * vision.integer("patch_size"),
-    }
-    vit = read_vit(ConfigFields({"vision_config": vision_config}).part("vision_config", **DEFAULTS[SIGLIP]))
     factor = fields.integer("downsample_factor", 2)
     if factor > _MOST_SIDE or UNIT % factor**2:
         raise fields.fail("downsample_factor", "1, 2, 4 or 8")
-    return Lfm2VlTowerConfig(
-        num_features=vit.num_features,
-        columns=("segment", "row", "column", "height", "width"),
-        merge=factor**2,
-        unit=UNIT,
-        vit=vit,
+    vit = _read_siglip2(fields)
+    return _tower_config(
+        vit,
+        num_used=vit.num_layers,
         spatial_merge_size=factor,
         projector_size=fields.integer("projector_hidden_size", 2560),
         projector_activation=read_activation(fields, "projector_hidden_act"),
@@ -88,8 +84,77 @@ def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
     )
 
 
+def read_phi4_reasoning_vision(fields: ConfigFields, hidden_size: int) -> Lfm2VlTowerConfig:
+    """Return the configuration of Phi-4-reasoning-vision's tower from a config.json. hidden_size: of the text model.
+
+    Raises ModelConfigError for wrong fields, for a tower of one layer, for an `mm_hidden_size` that is not the tower's
+    hidden size, and unless the number of learned positions is a square.
+    """
+    fields.require(mm_projector_type="mlp2x_gelu", use_s2=False)
+    vit = _read_siglip2(fields)
+    if vit.num_layers < 2:
+        raise fields.part("vision_config").fail("num_hidden_layers", "at least 2: the last layer is not used")
+    if fields.integer("mm_hidden_size", vit.hidden_size) != vit.hidden_size:
+        raise fields.fail("mm_hidden_size", f"{vit.hidden_size}, hidden_size of vision_config")
+    return _tower_config(
+        vit,
+        num_used=vit.num_layers - 1,
+        spatial_merge_size=1,
+        projector_size=hidden_size,
+        projector_activation="gelu",
+        projector_bias=True,
+        projector_norm=False,
+    )
+
+
+def read_cosmos3_edge(fields: ConfigFields) -> Lfm2VlTowerConfig:
+    """Return the configuration of Cosmos 3 Edge's tower from a config.json. Raises ModelConfigError for wrong fields,
+    and unless the number of learned positions is a square and `spatial_merge_size` is 1, 2, 4 or 8.
+    """
+    vit, vision = _read_siglip2(fields), fields.part("vision_config")
+    factor = vision.integer("spatial_merge_size", 2)
+    if factor > _MOST_SIDE or UNIT % factor**2:
+        raise vision.fail("spatial_merge_size", "1, 2, 4 or 8")
+    return _tower_config(
+        vit,
+        num_used=vit.num_layers,
+        spatial_merge_size=factor,
+        projector_size=fields.integer("projector_hidden_size", 11520),
+        projector_activation="gelu",
+        projector_bias=True,
+        projector_norm=True,
+        norms_patches=True,
+    )
+
+
+def _tower_config(vit: VitConfig, *, spatial_merge_size: int, **more: Any) -> Lfm2VlTowerConfig:
+    """Return the configuration of a tower with layers of `vit`. more: further arguments of it."""
+    return Lfm2VlTowerConfig(
+        num_features=vit.num_features,
+        columns=("segment", "row", "column", "height", "width"),
+        merge=spatial_merge_size**2,
+        unit=UNIT,
+        vit=vit,
+        spatial_merge_size=spatial_merge_size,
+        **more,
+    )
+
+
+def _read_siglip2(fields: ConfigFields) -> VitConfig:
+    """Return the sizes of SigLIP 2's layers from a config.json. Raises ModelConfigError for wrong fields, and unless
+    the number of learned positions is a square.
+    """
+    vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
+    count = vision.integer("num_patches", 256)
+    if isqrt(count) ** 2 != count:
+        raise vision.fail("num_patches", "a square")
+    # The side of an image whose patches have the learned positions unchanged; it has no other use.
+    sized = {**(fields.mapping("vision_config") or {}), "image_size": isqrt(count) * vision.integer("patch_size")}
+    return read_vit(ConfigFields({"vision_config": sized}).part("vision_config", **DEFAULTS[SIGLIP]))
+
+
 class Lfm2VlTower(nnx.Module):
-    """Vision tower of LFM2-VL. The patches of a row are neighbours, line by line.
+    """Vision tower of LFM2-VL and of models with the same encoder. The patches of a row are neighbours, line by line.
 
     A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D].
     """
@@ -101,16 +166,17 @@ class Lfm2VlTower(nnx.Module):
         features = vit.num_features, size
         self.patches = PatchEmbedding(*features, source=f"{source}.patch_embedding", bias=True, build=build)
         self.positions = table(vit.num_patches, size, f"{source}.position_embedding.weight", build)
-        self.layers = nnx.List([make_layer(vit, replace(build, layer=layer)) for layer in range(vit.num_layers)])
-        self.last_norm = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.post_layernorm", build=build)
-        width = size * config.merge
-        norm = LayerNorm(width, _PROJECTOR_EPS, source=f"{PROJECTOR}.layer_norm", build=build)
+        self.layers = nnx.List([make_layer(vit, replace(build, layer=layer)) for layer in range(config.num_used)])
+        last = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.post_layernorm", build=build)
+        self.last_norm = last if config.num_used == vit.num_layers else Identity()
+        width, eps = (size, _PATCH_EPS) if config.norms_patches else (size * config.merge, _PROJECTOR_EPS)
+        norm = LayerNorm(width, eps, source=f"{PROJECTOR}.layer_norm", build=build)
         self.projector = PatchMerger(
             size,
             config.merge,
             hidden_size,
             norm=norm if config.projector_norm else Identity(),
-            joined=True,
+            joined=not config.norms_patches,
             names=(f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"),
             build=build,
             ffn_size=config.projector_size,

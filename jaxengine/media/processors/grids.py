@@ -32,12 +32,14 @@ class GridProcessor:
       needs_grid: whether embeddings that are given need a grid; if not, they form one line without it, as the prompt
         does not depend on the grid.
       frames_first: whether a patch is ordered frame by frame, and each of its frames colour by colour; otherwise colour
-        by colour, and each colour frame by frame.
+        by colour, and each colour frame by frame. colours_last: whether, instead, the three colours of a pixel are
+        adjacent.
       windowed: whether the tower's rows are sorted by attention window.
     """
 
     modalities: tuple[str, ...] = ("image",)
     frames_first = False
+    colours_last = False
     windowed = False
     needs_grid = True
     token_ids: Mapping[str, int]
@@ -81,7 +83,7 @@ class GridProcessor:
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
         """Cut frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
-        patch as `frames_first` says.
+        patch as `frames_first` and `colours_last` say.
 
         H and W must be multiples of `factor`. seconds: time of each temporal step of a video; () for none. The last
         frame is repeated to fill a temporal patch.
@@ -93,8 +95,8 @@ class GridProcessor:
         num_frames, height, width, _ = frames.shape
         grid = num_frames // depth, height // patch, width // patch
         cut = frames.reshape(grid[0], depth, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, 3)
-        inner = (1, 8) if self.frames_first else (8, 1)
-        patches = cut.transpose(0, 2, 5, 3, 6, *inner, 4, 7).reshape(int(np.prod(grid)), tower.num_features)
+        inner = (1, 4, 7, 8) if self.colours_last else (1, 8, 4, 7) if self.frames_first else (8, 1, 4, 7)
+        patches = cut.transpose(0, 2, 5, 3, 6, *inner).reshape(int(np.prod(grid)), tower.num_features)
         return self.processed(patches, grid, seconds)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:

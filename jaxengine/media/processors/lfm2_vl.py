@@ -60,6 +60,8 @@ class Lfm2VlProcessor(GridProcessor):
       tolerance: an image is cut if it has more than this many times the pixels of max_image_tokens.
     """
 
+    colours_last = True
+
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's placeholder token (image_token_id, 396 by default), pixel transform (by default
         bilinear, mean and deviation 0.5), limits and tile size. Raises ModelConfigError without a tokenizer and for an
@@ -155,14 +157,6 @@ class Lfm2VlProcessor(GridProcessor):
             crops.append(self.pixels.resized(value, *whole))
         made = [self.cut(self.pixels.normalized(crop[None])) for crop in crops]
         return self.joined_crops(made, made[0], (rows, columns))
-
-    def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Cut frames f32[N, H, W, 3] into patches as GridProcessor.cut does, but with the three colours of a pixel
-        adjacent.
-        """
-        made, side = super().cut(frames, seconds), self.tower.patch_size
-        pixels = made.patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
-        return made._replace(patches=np.ascontiguousarray(pixels).reshape(len(pixels), -1))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None, num_frames: int | None = None) -> Processed:
         """Return an image with at least as many patches as any, or one of `size`, (height, width) in pixels, with

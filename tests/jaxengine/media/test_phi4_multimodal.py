@@ -1,4 +1,5 @@
-"""Texts that stand for images in prompts of Phi-4-multimodal and of Phi-3-vision, and tilings of the latter."""
+"""Texts that stand for images in prompts of Phi-4-multimodal and of Phi-3-vision, tilings of the latter, and images of
+Phi-4-reasoning-vision."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from typing import Any
 
 import pytest
 
+from jaxengine.media.registry import processor_for
+from jaxengine.models.config.readers.hf import read_config_json
+from jaxengine.models.registry import read_folder
 from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.tokens.tokenizer import Tokenizer
+from tests.fixtures.picture_checkpoints import picture as picture_of
+from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.fixtures.unit_pictures import picture
 from tests.jaxengine.media.test_unit_processors import processor
 
@@ -82,3 +89,53 @@ def test_tilings_of_phi3(tmp_path):
         made.with_options({"num_crops": 65})
     with pytest.raises(RequestError, match="has 'dynamic_hd'; this model has num_crops"):
         made.process("image", picture(0), {"dynamic_hd": 2})
+
+
+@pytest.fixture(scope="module")
+def reasoning(tmp_path_factory) -> Any:
+    folder = whole_checkpoint("phi4_reasoning_vision", tmp_path_factory.mktemp("phi4"))
+    raw = read_config_json(folder)
+    return processor_for(folder, raw, read_folder(folder, raw), Tokenizer.from_hf_folder(folder))
+
+
+def test_sizes_of_images_of_phi4_reasoning_vision(reasoning):
+    """Whole patches: those of transformers' get_image_size_for_max_num_patches, of patches of four pixels."""
+    for size, resized in (
+        ((24, 40), (24, 40)),
+        ((70, 64), (40, 36)),
+        ((80, 30), (64, 24)),
+        ((3, 5), (8, 16)),
+        ((9, 7), (12, 8)),
+        ((41, 160), (20, 76)),
+    ):
+        assert reasoning.resized_size(*size, (8, 96)) == resized, size
+        assert reasoning.largest("image", size).grid == (1, resized[0] // 4, resized[1] // 4)
+    assert reasoning.resized_size(1, 1, (3600, 3600)) == (100, 100)  # no larger scale
+    assert reasoning.largest("image").num_rows == 96
+    with pytest.raises(RequestError, match="at most 200 times the shorter one"):
+        reasoning.process("image", picture_of(0, 1, 400), {})
+
+
+def test_options_and_prompts_of_phi4_reasoning_vision(reasoning):
+    shown = reasoning.process("image", picture_of(3, 24, 40), {})
+    assert shown.num_rows == 60 and reasoning.placeholder("image") == "<image>"
+    assert reasoning.process("image", picture_of(3, 24, 40), {"max_num_patches": 15}).num_rows == 15
+    assert reasoning.process("image", picture_of(3, 24, 40), {"max_num_patches": 4}).num_rows <= 4
+    assert reasoning.with_options({"max_num_patches": 20}).largest("image").num_rows == 20
+    for options, message in (
+        ({"min_num_patches": 97}, "min_num_patches must be at most max_num_patches, 96"),
+        ({"max_num_patches": 0}, "max_num_patches must be"),
+        ({"max_pixels": 1}, "max_pixels"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            reasoning.process("image", picture_of(3, 24, 40), options)
+    with pytest.raises(RequestError, match="patches"):
+        reasoning.process("image", picture_of(3, 24, 40), {}, 59)
+    text = "See <image>!"
+    ids = reasoning.tokenizer.encode(text)
+    one = reasoning.encode(text, ids)
+    assert one.count(261) == 1 and reasoning.with_tokens(ids) == one
+    for given in (ids, one):
+        expanded = reasoning.expand(given, {"image": [shown]})
+        assert expanded.token_ids.count(261) == 60 and len(expanded.token_ids) == len(one) + 59
+    assert reasoning.grid_of(7, None) == (1, 1, 7)

@@ -9,6 +9,7 @@ import pytest
 from jaxengine.models.architectures import usual_name
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.families.cohere_asr import CohereAsrForConditionalGeneration
+from jaxengine.models.families.cosmos3 import Cosmos3OmniForConditionalGeneration
 from jaxengine.models.families.deepseek_vl2 import DeepseekVLV2ForCausalLM
 from jaxengine.models.families.hunyuan_vl import HunYuanVLForConditionalGeneration
 from jaxengine.models.families.llama_nemotron_vl import Llama_Nemotron_Nano_VL
@@ -183,6 +184,13 @@ def test_the_projector_of_r_and_bee():
 @pytest.mark.parametrize(
     ("family", "stored", "own"),
     [
+        (
+            Cosmos3OmniForConditionalGeneration,
+            "layers.3.self_attn.to_q.weight",
+            "model.layers.3.self_attn.q_proj.weight",
+        ),
+        (Cosmos3OmniForConditionalGeneration, "merger.norm.weight", "visual.merger.norm.weight"),
+        (Cosmos3OmniForConditionalGeneration, "model.language_model.norm.weight", "model.norm.weight"),
         (OpenCUAForConditionalGeneration, "vision_tower.blocks.3.attn.qkv.bias", "visual.blocks.3.attn.qkv.bias"),
         (OpenCUAForConditionalGeneration, "language_model.lm_head.weight", "lm_head.weight"),
         (

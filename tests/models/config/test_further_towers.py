@@ -20,7 +20,7 @@ GRANITE = NAMED["ibm-granite/granite-vision-3.2-2b"]
 PHI4 = NAMED["microsoft/Phi-4-multimodal-instruct"]
 PHI3, MINICPM = NAMED["microsoft/Phi-3.5-vision-instruct"], NAMED["openbmb/MiniCPM-V-2_6"]
 _XD = HUNYUAN["rope_scaling"]
-ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2, MLLAMA, LFM3, HY4 = (
+ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2, MLLAMA, LFM3, HY4, PHI4_REASONING, EDGE = (
     json.loads((FOLDER / name / "config.json").read_text())
     for name in (
         "aria_vision",
@@ -33,6 +33,8 @@ ARIA, EXAONE, CLOVA, GRANITE4, NEXT_VIDEO, OVIS2, IDEFICS2, MLLAMA, LFM3, HY4 = 
         "mllama_vision",
         "lfm3_vl_vision",
         "hy_v4_vl_vision",
+        "phi4_reasoning_vision",
+        "cosmos3_edge_vision",
     )
 )
 
@@ -212,6 +214,62 @@ def test_phi3_vision():
     begin = "model.vision_embed_tokens"
     for stored in (f"{begin}.img_projection.2.bias", f"{begin}.glb_GN", f"{begin}.img_processor.vision_model.x"):
         assert names.renamed(stored) == stored.removeprefix("model.")
+
+
+def test_phi4_reasoning_vision():
+    """The last layer and the last norm of the tower are not used; sizes of SigLIP 2 that a file may leave out."""
+    config = read_hf(PHI4_REASONING)
+    tower: Any = config.tower
+    assert (tower.num_used, tower.vit.num_layers, tower.merge, tower.projector_size) == (2, 3, 1, config.hidden_size)
+    left_out = {name: value for name, value in PHI4_REASONING["vision_config"].items() if name != "num_patches"}
+    usual: Any = read_hf(PHI4_REASONING | {"vision_config": left_out}).tower
+    assert usual.vit.grid == 16 and usual.vit.patch_size == 4
+    names, stored = model_for_hf("Phi4ForCausalLMV").checkpoint_names, "model.vision_tower.vision_tower.vision_model"
+    for name, ours in (
+        (f"{stored}.encoder.layers.0.mlp.fc1.bias", "vision_tower.encoder.layers.0.mlp.fc1.bias"),
+        ("model.mm_projector.2.bias", "multi_modal_projector.linear_2.bias"),
+        ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+    ):
+        assert names.renamed(name) == ours and not names.is_unused(name)
+    assert tower.unused == ("vision_tower.head.", "vision_tower.post_layernorm.", "vision_tower.encoder.layers.2.")
+    for wrong, message in (
+        ({"mm_projector_type": "linear"}, "mm_projector_type must be"),
+        ({"use_s2": True}, "use_s2 must be"),
+        ({"mm_hidden_size": 48}, "mm_hidden_size must be 32, hidden_size of vision_config"),
+        ({"vision_config": left_out | {"num_hidden_layers": 1}}, "num_hidden_layers must be at least 2"),
+        ({"vision_config": left_out | {"num_patches": 8}}, "num_patches must be a square"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            read_hf(PHI4_REASONING | wrong)
+
+
+def test_cosmos3_edge():
+    """What a file may leave out, and names of its tensors as published and as transformers writes and holds them."""
+    config = read_hf(EDGE)
+    tower: Any = config.tower
+    assert (tower.merge, tower.norms_patches, tower.num_used, tower.temporal_patch_size) == (4, True, 2, 1)
+    rope: Any = config.attention[0].rope
+    assert config.activation == "relu2" and rope.sections_interleaved
+    text = {key: value for key, value in EDGE["text_config"].items() if key not in ("rope_parameters", "hidden_act")}
+    usual = read_hf(EDGE | {"text_config": text | {"head_dim": 128}})
+    rope = usual.attention[0].rope
+    assert (rope.theta, rope.sections, usual.activation) == (1e8, (24, 20, 20), "relu2")
+    names = model_for_hf("Cosmos3EdgeForConditionalGeneration").checkpoint_names
+    layer = "vision_tower.encoder.layers.0"
+    for stored, ours in (
+        ("layers.0.self_attn.to_out.weight", "model.layers.0.self_attn.o_proj.weight"),
+        ("layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.fc2.weight", "model.layers.0.mlp.down_proj.weight"),
+        ("model.visual.encoder.layers.0.mlp.fc1.bias", f"{layer}.mlp.fc1.bias"),
+        ("model.visual.encoder.layers.0.mlp.up_proj.bias", f"{layer}.mlp.fc1.bias"),
+        ("model.visual.encoder.layers.0.self_attn.to_q.bias", f"{layer}.self_attn.q_proj.bias"),
+        ("model.projector.norm.bias", "multi_modal_projector.layer_norm.bias"),
+    ):
+        assert names.renamed(stored) == ours and not names.is_unused(stored), stored
+    for stored in ("layers.0.mlp_moe_gen.up_proj.weight", "proj_in.weight", "action_proj_in.fc.weight"):
+        assert names.is_unused(stored) and names.is_unused(f"model.language_model.{stored}")
+    with pytest.raises(ModelConfigError, match="spatial_merge_size must be 1, 2, 4 or 8"):
+        read_hf(EDGE | {"vision_config": EDGE["vision_config"] | {"spatial_merge_size": 3}})
 
 
 def test_perceivers_of_idefics2_have_the_hidden_size_of_the_text():

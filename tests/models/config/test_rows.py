@@ -172,8 +172,29 @@ def test_names_of_first_code():
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
     }
     assert read_hf(own | {"rope_parameters": plain, "llama_4_scaling": scaling}) == read_hf(own)
-    own = recorded("internvl_vision", architectures=["InternS1ForConditionalGeneration"])
-    assert read_hf(own) == read_hf(recorded("internvl_vision"))
+    for name, family in (
+        ("InternS1ForConditionalGeneration", "internvl_vision"),
+        ("InternS2PreviewForConditionalGeneration", "qwen3_5_moe_pictures_vision"),
+        ("Cosmos3ForConditionalGeneration", "cosmos3_vision"),
+    ):
+        assert read_hf(recorded(family, architectures=[name])) == read_hf(recorded(family))
+    assert model_for_hf("InternS2PreviewForConditionalGeneration").checkpoint_names.is_unused("model.time_series.x")
+    names = model_for_hf("Cosmos3ForConditionalGeneration").checkpoint_names
+    for stored in (
+        "layers.0.mlp_moe_gen.up_proj.weight",
+        "layers.0.self_attn.add_q_proj.weight",
+        "layers.0.self_attn.to_add_out.weight",
+        "layers.0.self_attn.norm_added_k.weight",
+        "proj_in.weight",
+        "audio_proj_out.bias",
+        "action_modality_embed",
+        "time_embedder.linear_1.weight",
+    ):
+        assert names.is_unused(stored)
+    everything = {"architectures": ["DeepseekV3BidirectionalModel"], "is_causal": False}
+    embeds = read_hf(recorded("deepseek_v3", **everything), Pooler())  # ai-sage/Giga-Embeddings-instruct-10B-A1.8B-0826
+    assert embeds == read_hf(recorded("deepseek_v3", **everything | {"architectures": ["DeepseekV3Model"]}), Pooler())
+    assert not embeds.is_causal and embeds.architecture == "DeepseekV3ForCausalLM"
     scaled = read_hf(recorded("teleflm"))  # input_mult 3, output_mult 4, mup_scale_factor 8
     assert (scaled.embedding_multiplier, scaled.logit_scale) == (3.0, 0.5)
     plain = read_hf(recorded("teleflm", use_mup=False))
