@@ -267,9 +267,11 @@ class LLM(PoolingMethods, WeightMethods, VllmMethods):
         Raises RequestError, also if there are no messages or the template refuses them; ModelFileError for an adapter;
         EngineDeadError.
         """
-        if not messages:
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if messages is None or is_list and not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
-        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        # What is no list at all is refused as a conversation.
+        conversations: Any = messages if is_list and not isinstance(messages[0], Mapping) else [messages]
         # Without the lock, so that other threads do not wait for this call's images.
         read = [self.core.inputs.media_reader.read(conversation) for conversation in conversations]
         with self._lock:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from jaxengine.requests.output.outputs import PositionLogprobs, RequestOutput
 from jaxengine.requests.params.sampling_params import SamplingParams
-from jaxengine.scheduler.base.errors import RequestError, invalid
+from jaxengine.scheduler.base.errors import RequestError, invalid, plain_scalar
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _MAX_PENALTY = 100.0
@@ -41,6 +41,10 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain_scalar(getattr(self, each.name)))
 
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
         """Raise RequestError for values that are invalid, or not allowed with these engine options.

@@ -29,6 +29,7 @@ from jaxengine.requests.media.inputs import (
     READY,
     MediaInputs,
     has_media,
+    is_given,
     one_prompt,
     verify_whole,
 )
@@ -328,7 +329,7 @@ class InputProcessor:
         if isinstance(prompt, str) or not has_media(prompt):
             return prompt
         if self.media is None:
-            name = DATA if prompt.get(DATA) else OPTIONS
+            name = DATA if is_given(prompt.get(DATA)) else OPTIONS
             problem = f"{name} is given, but this model takes text only (see limit_mm_per_prompt, language_model_only)"
             raise RequestError(problem, param=name)
         prompt = one_prompt(prompt)

@@ -264,6 +264,10 @@ class Tokenizer:
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
         rendered.
         """
+        given = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(given, Mapping):
+            problem = f"chat_template_kwargs must be a dict, got {type(given).__name__}"
+            raise RequestError(problem, param="chat_template_kwargs", value=given)
         return render_chat(
             self._renderer,
             self.chat_template,
@@ -273,7 +277,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template=chat_template,
-            variables={**(chat_template_kwargs or {}), **variables},
+            variables={**given, **variables},
             placeholder=placeholder,
             content_format=self.content_format if content_format is None else content_format,
             dialect=self.dialect,

@@ -42,7 +42,14 @@ _MAX_OPTIONS_CHARS = 16_384
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a prompt has media that are not preprocessed yet, processor options, or vLLM's encoder prompt."""
-    return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS) or ENCODER in prompt)
+    if not isinstance(prompt, Mapping):
+        return False
+    return ENCODER in prompt or any(is_given(prompt.get(name)) for name in (DATA, OPTIONS))
+
+
+def is_given(value: Any) -> bool:
+    """Return whether the value of a key of a prompt is neither None nor empty. An array is given, whatever it holds."""
+    return value is not None and not (isinstance(value, (Mapping, Sequence)) and not value)
 
 
 def verify_whole(count: int, keep: int | None, value: int | None, prefix: str = "") -> None:
@@ -137,7 +144,7 @@ class MediaInputs:
         `encode` tokenizes it again. Raises RequestError for items that cannot be used; too many of them are refused
         before anything is loaded.
         """
-        parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
+        parts = read_multi_modal_data(prompt[DATA] if is_given(prompt.get(DATA)) else {}, param=DATA)
         check_parts(parts, self.processor, self._config)
         values = self.reader.loader.load_now(parts) if parts else {}
         encode = getattr(self.processor, "encode", None)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxengine.requests.params.prepared import Prompt, is_token_ids
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.base.errors import RequestError, invalid, refuse, show_value
+from jaxengine.scheduler.base.errors import RequestError, invalid, plain_scalar, refuse, show_value
 
 MAX_CLIENT_LENGTH = 256
 # Range of the scheduler's columns and of messages between processes.
@@ -49,6 +49,10 @@ class RequestOptions:
     lora: str | None = None
     owner: str = ""
     session: str | None = None
+
+    def __post_init__(self):
+        if type(self.priority) is not int:
+            object.__setattr__(self, "priority", plain_scalar(self.priority))
 
     def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
         """Raise RequestError for an option that is invalid or that this engine would ignore: a priority (other than 0)
@@ -100,7 +104,8 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
 
     Raises RequestError if the number of priorities or clients is not `count`, ValueError if the number of loras is not.
     """
-    priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
+    one_for_all: list[Any] = [0 if priority is None else priority] * count
+    priorities = list(priority) if _is_list(priority) else one_for_all
     several = isinstance(client, Sequence) and not isinstance(client, str)
     clients: list[Any] = list(client) if several else [client] * count
     for name, values, given in (("priority", priorities, priority), ("client", clients, client)):
@@ -146,8 +151,14 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
     Raises RequestError for anything else.
     """
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
-    if not isinstance(batch, (Sequence, np.ndarray)):
+    if not _is_list(batch):
         allowed = "a string, a list of token ids, a dict, or a list of them"
         problem = f"prompts must be {allowed}, got {type(prompts).__name__}"
         raise RequestError(problem, param="prompts", value=prompts)
     return batch
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether a value is a sequence, also a text, or an array with a dimension, but not bytes."""
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    return is_array or isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))

@@ -23,7 +23,7 @@ from jaxengine.requests.params.stop_after import StopAfter, stop_after
 from jaxengine.requests.params.stop_strings import texts_rule
 from jaxengine.requests.params.thinking import ThinkingWords, limited, thinking_words
 from jaxengine.requests.structured.params import StructuredOutputsParams, structured_outputs
-from jaxengine.scheduler.base.errors import RequestError, refuse, show_value
+from jaxengine.scheduler.base.errors import RequestError, plain_scalar, refuse, show_value
 from jaxengine.scheduler.base.sampling_fields import FLOAT_LIMIT, ROWS, TRUNCATION, Row, SamplingFields
 from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, TokenParams
 
@@ -162,7 +162,7 @@ def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     return dict(value) or None
 
 
-_flag = _of(bool, "True or False")
+_flag: Rule = lambda name, value: _of(bool, "True or False")(name, plain_scalar(value))  # noqa: E731
 _logprob_token_ids: Rule = _optional(lambda name, value: _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None)
 _BUDGET = "an int >= 0, or None or -1 for no limit"
 _SEED = "None or an int of 64 bits (-1 means None)"

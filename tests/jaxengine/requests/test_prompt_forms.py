@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jaxengine import SamplingParams
+from jaxengine import BeamSearchParams, SamplingParams
 from jaxengine.scheduler.base.errors import RequestError
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -61,6 +61,9 @@ def test_several_prompts_keep_their_order(make_llm):
         (np.array([1.5]), "prompt must be a string"),
         ([5, "a"], "prompt_token_ids holds 'a'"),
         ([None], "prompt must be a string"),
+        (b"a", "prompts must be .*, got bytes"),
+        (np.array(5), "prompts must be .*, got ndarray"),
+        ({"prompt": "a", "multi_modal_data": np.zeros(3)}, "multi_modal_data is given"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Iterator) else repr(value),
 )
@@ -72,5 +75,18 @@ def test_what_is_no_prompt(make_llm, prompts, said):
 def test_one_priority_for_all(make_llm):
     llm = make_llm(scheduling_policy="priority")
     assert len(llm.generate([[5], [6]], PARAMS, use_tqdm=False, priority=3)) == 2
+    for priority in (np.int64(3), [np.int64(3), 1], np.array([3, 1])):
+        assert len(llm.generate([[5], [6]], PARAMS, use_tqdm=False, priority=priority)) == 2
     with pytest.raises(RequestError, match="priority has 1 values for 2 prompts"):
         llm.generate([[5], [6]], PARAMS, use_tqdm=False, priority=[3])
+
+
+def test_scalars_of_numpy_are_those_of_python():
+    params = SamplingParams(ignore_eos=np.bool_(True), max_tokens=np.int32(3), temperature=np.float32(0.5))
+    assert params == SamplingParams(ignore_eos=True, max_tokens=3, temperature=0.5) and params.ignore_eos is True
+    beam = BeamSearchParams(beam_width=np.int64(2), max_tokens=np.int8(3), length_penalty=np.float16(0.5))
+    assert beam == BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=0.5) and type(beam.beam_width) is int
+    beam.verify(20, "raw_logprobs")
+    for wrong in (1, "true", np.int64(1), np.array(True)):
+        with pytest.raises(RequestError, match="ignore_eos must be True or False"):
+            SamplingParams(ignore_eos=wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from jaxengine import SamplingParams
@@ -129,6 +130,20 @@ def test_the_content_format_of_an_engine_and_of_a_call(smollm, monkeypatch):
     monkeypatch.setattr(inputs.tokenizer, "content_format", "openai")
     assert inputs.chat_prompt(QUESTION, chat_template=template)["prompt"] == "parts"
     assert inputs.chat_prompt(QUESTION, chat_template=template, content_format="string")["prompt"] == "text"
+
+
+def test_what_is_no_conversation(smollm):
+    """What is no list of messages is refused by its name, whatever it is."""
+    message = {"role": "user", "content": "a"}
+    for messages in (message, iter([message]), "a", 5, b"a", {"a"}, np.array([message, message])):
+        with pytest.raises(RequestError, match="messages must be a list"):
+            smollm.chat(messages, GREEDY, use_tqdm=False)
+    for messages in (None, [], ()):
+        with pytest.raises(RequestError, match="messages is empty"):
+            smollm.chat(messages, GREEDY, use_tqdm=False)
+    for kwargs in ("a", 5, ["a"]):
+        with pytest.raises(RequestError, match="chat_template_kwargs must be a dict"):
+            smollm.chat([message], GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
 
 
 def test_bad_text_requests_are_named(smollm):
