@@ -68,6 +68,7 @@ HARMLESS: dict[str, str] = {
     "enable_request_id_headers": "every answer has X-Request-Id",
     "enable_scale_out": "/inference/v1/generate is always served",
     "enable_server_load_tracking": "/load is always available",
+    "enable_ssl_refresh": "files of a certificate that have changed are always read again",
     "h11_max_header_count": _HEADERS,
     "h11_max_incomplete_event_size": _HEADERS,
     "log_error_stack": "faults of the server are always logged with their stacks",
@@ -125,7 +126,7 @@ _SWITCHES = """
     sleep_mode_offload_cudagraph specialize_active_lora tokens_only
     use_fp64_gumbel use_replayssm
     dcp_q_replicate
-    allow_credentials disable_fastapi_docs enable_log_outputs enable_ssl_refresh
+    allow_credentials enable_log_outputs
 """
 _UNSET = """
     additional_config attention_config

@@ -6,15 +6,14 @@ import argparse
 import dataclasses
 import importlib.util
 import os
-import ssl
 import sys
-from pathlib import Path
 
 from jaxengine.config.base.files import is_writable_folder, named_path
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model, looks_like_model
 from jaxengine.logs import log_as_json
+from jaxengine.server.base.certificates import read_context
 from jaxengine.server.base.options import ServerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     server.api_keys()
     server.admin_keys()
     check_endpoint(server.otlp_traces_endpoint)
-    check_certificates(server)
+    read_context(server)
     given_middleware(server.middleware)
     return Supervisor(server, engine).run()
 
@@ -102,32 +101,3 @@ def check_together(server: ServerConfig, engine: EngineConfig) -> None:
     read_modules(server.lora_modules)
     AdapterSources(server)
     LoraRoutes.of(server, names_of(engine.model, server))
-
-
-def check_certificates(server: ServerConfig) -> None:
-    """Raise ConfigError if a file of ssl_certfile, ssl_keyfile or ssl_ca_certs is missing or not PEM, if the key has a
-    password, or if the key does not match the certificate. Options that are None are not checked.
-    """
-    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        path = getattr(server, name)
-        if path is not None and not Path(path).is_file():
-            raise ConfigError.because(name, f"{name} {path!r} is not a file", "name a PEM file")
-    context, certificate, key = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server.ssl_certfile, server.ssl_keyfile
-    try:
-        if certificate is not None:  # an empty password, or OpenSSL would ask the terminal for that of an encrypted key
-            context.load_cert_chain(certificate, key, password="")
-    except OSError as error:  # SSLError is one
-        problem = f"ssl_certfile {certificate!r} and ssl_keyfile {key!r} cannot be used ({_reason(error)})"
-        advice = "name PEM files of a certificate and of its key, which has no password"
-        raise ConfigError.because("ssl_certfile", problem, advice) from None
-    try:
-        if server.ssl_ca_certs is not None:
-            context.load_verify_locations(server.ssl_ca_certs)
-    except OSError as error:
-        problem = f"ssl_ca_certs {server.ssl_ca_certs!r} cannot be used ({_reason(error)})"
-        raise ConfigError.because("ssl_ca_certs", problem, "name a PEM file of certificates") from None
-
-
-def _reason(error: OSError) -> str:
-    """Return in words why a file cannot be used: OpenSSL's reason, else the system's message, else the error's text."""
-    return str(getattr(error, "reason", None) or error.strerror or error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import sys
 from typing import Any
 
 _MOST_SORTED = 1000
@@ -79,3 +80,9 @@ def show_value(value: Any) -> str:
         return reprlib.repr(value)
     except ValueError:  # an int beyond sys.set_int_max_str_digits
         return f"<{type(value).__name__} too long to print>"
+
+
+def plain_scalar(value: Any) -> Any:
+    """Return a numpy scalar as Python's bool, int, float or str; another value unchanged."""
+    numpy = sys.modules.get("numpy")  # without it there are no such values
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value

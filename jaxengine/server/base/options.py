@@ -94,7 +94,7 @@ class ServerConfig:
         X-Request-Id, get the same adapter; answers carry its name.
       weight_upload_dir: the folder that keeps the weights that operators send until the engine has read them; it needs
         room for all of them. None forbids sending. Weights in a folder are read where they are.
-      ssl_certfile: certificate chain for TLS, PEM.
+      ssl_certfile: certificate chain for TLS, PEM. This file and the next two are read again when they change.
       ssl_keyfile: private key of the certificate.
       ssl_ca_certs: certificate authorities; clients must present a certificate that one of them signed (mTLS).
       allowed_origins: origins that browsers may call from (CORS), or a JSON list of them; "*" for all.
@@ -155,6 +155,7 @@ class ServerConfig:
       max_batch_bytes_per_client: bytes of all files and results of one API key.
       max_batch_files_per_client: files of one API key.
       max_batches_per_client: stored batches of one API key; the oldest that has ended makes room for a new one.
+      disable_fastapi_docs: do not serve /docs and /openapi.json.
       enable_tokenizer_info_endpoint: serve /tokenizer_info, with the special tokens and the chat template.
       return_tokens_as_token_ids: show tokens of logprobs as token_id:N, unless a request sets it.
       enable_force_include_usage: include usage in every event of every stream, requested or not.
@@ -232,6 +233,7 @@ class ServerConfig:
     max_batch_bytes_per_client: int = 20480 * MIB
     max_batch_files_per_client: int = 1000
     max_batches_per_client: int = 1000
+    disable_fastapi_docs: bool = False
     enable_tokenizer_info_endpoint: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False

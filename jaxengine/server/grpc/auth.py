@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from jaxengine.server.base.keys import Keys, bearer_key, digest_of
+from jaxengine.server.grpc.status import end_call
 from jaxengine.turns import OWNER
 
 HEALTH = "/grpc.health.v1.Health/"
@@ -69,7 +70,7 @@ def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler:
     """Return a handler that ends a call with this status and message, without reading its message."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(code, details)
+        await end_call(context, code, details)
 
     # A stream handler does not wait for a message.
     return grpc.stream_stream_rpc_method_handler(refuse)

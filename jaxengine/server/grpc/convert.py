@@ -64,9 +64,8 @@ _OTHER_FIELDS = {
     "add_generation_prompt": "messages.add_generation_prompt",
     "continue_final_message": "messages.continue_final_message",
 }
-MAX_CHAT_MESSAGES = 10_000
-MAX_TEMPLATE_VARIABLES_BYTES = 64 << 10
-_MAX_UNKNOWN_BYTES = 4096
+MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS = 10_000, 100_000
+MAX_TEMPLATE_VARIABLES_BYTES, _MAX_UNKNOWN_BYTES = 64 << 10, 4096
 _PARAM_FIELDS = {param: field for field, param in SAMPLING_FIELDS.items()}
 
 
@@ -166,15 +165,16 @@ class RequestReader:
         yet.
 
         A generation prompt is added if add_generation_prompt is true or, without that field, unless the last message is
-        continued. Raises RequestError for more than MAX_CHAT_MESSAGES messages, a message with both content and parts,
-        an empty part, a content that cannot fit, template variables that are not allowed, errors of the template, and
-        without a tokenizer; OverloadedError if too many calls wait.
+        continued. Raises RequestError for more than MAX_CHAT_MESSAGES messages or MAX_CONTENT_PARTS
+        parts, a message with both content and parts, an empty part, a content that cannot fit, template variables that
+        are not allowed, errors of the template, and without a tokenizer; OverloadedError if too many calls wait.
         """
-        variables = None
-        if len(chat.messages) > MAX_CHAT_MESSAGES:
-            count = len(chat.messages)
+        if (count := len(chat.messages)) > MAX_CHAT_MESSAGES:
             raise RequestError(f"there are {count} messages; allowed: {MAX_CHAT_MESSAGES}", param="messages")
+        if (count := sum(len(message.parts) for message in chat.messages)) > MAX_CONTENT_PARTS:
+            raise RequestError(f"there are {count} parts of messages; allowed: {MAX_CONTENT_PARTS}", param="messages")
         self.encoder.verify_length(max((len(each.content) for each in chat.messages), default=0), "messages")
+        variables = None
         if chat.HasField("chat_template_kwargs"):
             variables = _read_struct(chat.chat_template_kwargs, "chat_template_kwargs", "template variables")
             if not self._config.chat_template_kwargs_allowed:

@@ -14,6 +14,7 @@ from grpc_health.v1._async import HealthServicer
 
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.server.grpc.service import Requests, first_message
+from jaxengine.server.grpc.status import end_call
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ class Health(HealthServicer):
         """
         address = context.peer().rpartition(":")[0]
         if self._watches[address] >= MAX_WATCHES_OF_ADDRESS or self._watches.total() >= MAX_WATCHES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are watching already; use Check")
+            await end_call(
+                context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are watching already; use Check"
+            )
         self._watches[address] += 1
         try:
             await super().Watch(request, context)

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.certificates import file_times, open_file, read_context
 from jaxengine.server.base.descriptors import max_connections
 from jaxengine.server.base.keys import Keys
 from jaxengine.server.base.names import served_names
@@ -35,6 +36,7 @@ SPARE_CALLS = 256
 OPEN_TO_ALL = 256
 # Age at which a connection is closed to new calls; its open calls then have the same time again.
 _CONNECTION_AGE_MS = 3_600_000
+_MAX_UNREAD_CALLS = 10_000
 _IDLE_MS, _HANDSHAKE_MS = 300_000, 10_000
 
 
@@ -117,6 +119,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
         # Only uncompressed messages (bit 0): the size limit applies before decompression.
         ("grpc.compression_enabled_algorithms_bitset", 1),
+        # Calls that wait to be read. grpc drops those beyond as CANCELLED; the others are refused with a reason.
+        ("grpc.server.max_pending_requests", _MAX_UNREAD_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_UNREAD_CALLS),
         # The processes of one server share its port, which their supervisor has checked to be free.
         ("grpc.so_reuseport", 1),
         # Clients may ping during a long silent answer, without GOAWAY too_many_pings.
@@ -162,25 +167,24 @@ class Certificates:
 
     def __init__(self, config: ServerConfig):
         assert config.ssl_certfile is not None and config.ssl_keyfile is not None
-        self._files = {"ssl_certfile": Path(config.ssl_certfile), "ssl_keyfile": Path(config.ssl_keyfile)}
-        if config.ssl_ca_certs is not None:
-            self._files["ssl_ca_certs"] = Path(config.ssl_ca_certs)
-        self._changed = self._times()
+        self._config = config
+        self._changed = file_times(config)
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return credentials for a port, which check for changed files at each handshake. With ssl_ca_certs, clients
         must present a certificate. Raises ConfigError for a file that cannot be read.
         """
-        return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, "ssl_ca_certs" in self._files)
+        return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, self._config.ssl_ca_certs is not None)
 
     def _renewed(self) -> Any:
         """Return a new ServerCertificateConfiguration for a handshake if the files have changed, else None, which keeps
-        the current one. Files that cannot be read count as unchanged.
+        the current one. Files that cannot be used count as unchanged.
         """
         try:
-            times = self._times()
+            times = file_times(self._config)
             if times == self._changed:
                 return None
+            read_context(self._config)
             configuration = self._read()
         except ConfigError:  # the files are being replaced
             return None
@@ -189,18 +193,8 @@ class Certificates:
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         """Return the current content of the files. Raises ConfigError for one that cannot be read."""
-        contents = {name: self._open(name, Path.read_bytes) for name in self._files}
-        pair = contents["ssl_keyfile"], contents["ssl_certfile"]
-        return grpc.ssl_server_certificate_configuration([pair], contents.get("ssl_ca_certs"))
-
-    def _times(self) -> list[int]:
-        """Return the modification time of each file, in nanoseconds. Raises ConfigError for a file that is missing."""
-        return [self._open(name, Path.stat).st_mtime_ns for name in self._files]
-
-    def _open(self, name, read):
-        """Return `read(path)` for the file of the option `name`. Raises ConfigError, naming it, for an OSError."""
-        try:
-            return read(self._files[name])
-        except OSError as error:
-            problem = f"{name} {str(self._files[name])!r} cannot be read ({error.strerror})"
-            raise ConfigError.because(name, problem, "name a PEM file that this user may read") from None
+        key, certificate = (open_file(self._config, name, Path.read_bytes) for name in ("ssl_keyfile", "ssl_certfile"))
+        known = None
+        if self._config.ssl_ca_certs is not None:
+            known = open_file(self._config, "ssl_ca_certs", Path.read_bytes)
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], known)

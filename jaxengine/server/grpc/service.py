@@ -20,7 +20,8 @@ from jaxengine.api.engine_client import EngineDrainingError
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 from jaxengine.server.adapters.lora_routes import ROUTE_KEY, route_key
 from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
-from jaxengine.server.grpc.status import CallError, status_of
+from jaxengine.server.grpc.limits import SHORT_BYTES, refuse_many_fields
+from jaxengine.server.grpc.status import CallError, end_call, status_of
 from jaxengine.server.observe.spans import caller_trace
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
         try:
             calls.enter(name, context)
             data = await first_message(requests, context, calls.read_timeout)
-            _parse(request, data)
+            await _parse(request, data)
             # Without binary values; of several with one name the last counts.
             given = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
             request_id = given.get("x-request-id") or secrets.token_hex(8)
@@ -142,10 +143,12 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
                 return await method(request, context)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError:  # from a write: the caller has left
+            raise asyncio.CancelledError from None
         except Exception as error:
             field = field_of(request, error.param) if isinstance(error, RequestError) else None
             code, details, metadata = status_of(error, field)
-        await context.abort(code, details, metadata)
+        await end_call(context, code, details, metadata)
 
     return call
 
@@ -161,9 +164,9 @@ async def first_message(requests: Requests, context: grpc.aio.ServicerContext, t
             return await anext(requests)
     except TimeoutError:
         details = f"the call's message did not arrive within {timeout:g} s"
-        return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, details)
+        return await end_call(context, grpc.StatusCode.DEADLINE_EXCEEDED, details)
     except StopAsyncIteration:
-        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+        return await end_call(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
 
 
 async def _rest(requests: Requests, request_type: type[Message], timeout: float) -> AsyncIterator[Any]:
@@ -180,14 +183,16 @@ async def _rest(requests: Requests, request_type: type[Message], timeout: float)
         except StopAsyncIteration:
             return
         request = request_type()
-        _parse(request, data)
+        await _parse(request, data)
         yield request
 
 
-def _parse(request: Message, data: bytes) -> None:
-    """Parse a message into `request`, in place. Raises RequestError for bytes that are not such a message, and for
-    unknown fields.
+async def _parse(request: Message, data: bytes) -> None:
+    """Parse a message into `request`, in place. Raises RequestError for bytes that are not such a message, for more
+    than MAX_FIELDS fields, which are counted on a thread, and for unknown fields.
     """
+    if len(data) > SHORT_BYTES:
+        await asyncio.to_thread(refuse_many_fields, data, request.DESCRIPTOR)
     try:
         request.ParseFromString(data)
     except DecodeError:

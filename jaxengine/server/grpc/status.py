@@ -6,10 +6,13 @@ errors are not disclosed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+from typing import NoReturn
 
 import grpc
+import grpc.aio
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -31,6 +34,21 @@ class CallError(Exception):
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
         self.code = code
+
+
+async def end_call(
+    context: grpc.aio.ServicerContext,
+    code: grpc.StatusCode,
+    details: str,
+    metadata: tuple[tuple[str, str | bytes], ...] = (),
+) -> NoReturn:
+    """End a call with a status, by raising AbortError; or CancelledError, as grpc then expects, if the caller has left
+    and the status cannot be sent.
+    """
+    try:
+        await context.abort(code, details, metadata)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def status_of(error: Exception, field: str | None) -> Status:

@@ -140,6 +140,7 @@ def create_app(
         middleware=middleware,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
     )
     app.state.traffic = traffic
     app.state.workers = Workers()

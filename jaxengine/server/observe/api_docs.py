@@ -16,8 +16,10 @@ from jaxengine.server.observe.status import page_headers
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the route /docs. The page is read from the package now; the arguments have no effect on it."""
+    """Return the route /docs, or none with disable_fastapi_docs. The page is read from the package now."""
     routes = APIRouter()
+    if config.disable_fastapi_docs:
+        return routes
     page = resources.files("jaxengine.server.observe").joinpath("docs.html").read_text("utf-8")
     headers = page_headers(page)
 

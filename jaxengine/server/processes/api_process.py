@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.certificates import RenewedContext
 from jaxengine.server.base.descriptors import max_connections, raise_descriptor_limit
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.service import BatchService
@@ -165,9 +165,10 @@ async def _report(engine: EngineClient, traffic: TrafficState) -> None:
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:
     """Return uvicorn's configuration for the ASGI application `app`: no WebSockets, proxy headers ignored, and the
-    limits, access log and TLS files of `config`.
+    limits, access log and TLS files of `config`, which are read again when they change. Raises ConfigError for files
+    that cannot be used.
     """
-    return uvicorn.Config(
+    options = uvicorn.Config(
         app,
         http=Connections(max_connections(config), config.read_timeout),  # pyright: ignore[reportArgumentType]: uvicorn takes any callable
         ws="none",
@@ -178,11 +179,11 @@ def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Confi
         log_config=None,
         proxy_headers=False,
         timeout_graceful_shutdown=int(_LAST_WORDS_SECONDS),
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_ca_certs=config.ssl_ca_certs,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
     )
+    options.load()
+    if config.ssl_certfile is not None:
+        options.ssl = RenewedContext(config)
+    return options
 
 
 def main(child: Child) -> None:

@@ -240,7 +240,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
             problem = about_missing(path, has_route=error.status_code == 405)
             if problem is None and known.status_code == 404:
-                problem = f"there is no route {show_value(path)}; /docs lists all"
+                problem = f"there is no route {show_value(path)}{'; /docs lists all' if app.openapi_url else ''}"
             if problem is not None:
                 return error_response(ApiError(404, problem, kept=problem))
         if known.status_code == 405:

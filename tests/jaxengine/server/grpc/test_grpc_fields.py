@@ -22,6 +22,7 @@ from jaxengine.server.grpc import admin_pb2 as admin_pb
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import FINISH_REASONS
 from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestReader, Wanted, field_of
+from jaxengine.server.grpc.limits import MAX_FIELDS, refuse_many_fields
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
@@ -349,11 +350,11 @@ async def test_every_field_as_another_type_and_fields_that_are_none(chat_engine,
 async def test_large_messages_are_refused_without_work(chat_engine):
     """Nothing here may take long on the event loop, which all other calls share."""
     many = {
-        "messages": pb.GenerateRequest(messages={"messages": [{}] * 500_000}),
+        "messages": pb.GenerateRequest(messages={"messages": [{}] * 400_000}),
         "messages.chat_template_kwargs": asked("messages.chat_template_kwargs", {str(key): 1 for key in range(50_000)}),
         "messages.mm_processor_kwargs": asked("messages.mm_processor_kwargs", {str(key): 1 for key in range(50_000)}),
         "stopping.stop_token_ids": asked("stopping.stop_token_ids", [1] * 4_000_000),
-        "decoding.choice": asked("decoding.choice", {"choices": [""] * 1_000_000}),
+        "decoding.choice": asked("decoding.choice", {"choices": [""] * 400_000}),
         "token_ids": pb.GenerateRequest(token_ids={"ids": [1] * 8_000_000}),
         "text": pb.GenerateRequest(text="x" * 20_000_000),
     }
@@ -365,10 +366,35 @@ async def test_large_messages_are_refused_without_work(chat_engine):
             for sent in (data, data + unknown):
                 code, _, fields = await refusal(call(sent))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT and fields == [field if sent is data else "999"]
-        code, details, fields = await refusal(call(unknown * 3_000_000))
+        code, details, fields = await refusal(call(unknown * 400_000))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "not supported" in details and not fields
+        # Such messages take seconds to parse or to read, so their fields are counted before that.
+        parts = pb.GenerateRequest(messages={"messages": [{"role": "user", "parts": [{"text": ""}] * 2_000_000}]})
+        struct = asked("decoding.extra_args", {str(key): 1 for key in range(200_000)})
+        for sent in (unknown * 3_000_000, parts.SerializeToString(), struct.SerializeToString()):
+            code, details, _ = await refusal(call(sent))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and "more than 500000 fields" in details
+        fewer = pb.GenerateRequest(messages={"messages": [{"role": "user", "parts": [{"text": ""}] * 100_001}]})
+        assert "allowed: 100000" in (await refusal(call(fewer.SerializeToString())))[1]
         long = pb.DetokenizeRequest(token_ids=[1] * 2_000_000)
         assert (await refusal(stub.Detokenize(long)))[2] == ["token_ids"]
+
+
+def test_fields_are_counted_as_the_parser_finds_them():
+    """Fields that only look like messages, groups and bytes that are no message are counted without an error."""
+    kind = pb.GenerateRequest.DESCRIPTOR
+    many, fits = b"\x1a\x00" * (MAX_FIELDS + 1), b"\x1a\x00" * MAX_FIELDS
+    bias = pb.GenerateRequest(text="", decoding={"logit_bias": dict.fromkeys(range(MAX_FIELDS - 2), 1.0)})
+    text = pb.GenerateRequest(text=many.decode()).SerializeToString()
+    nested = pb.GenerateRequest(messages={"messages": [{"parts": [{"text": "a"}]}] * 170_000}).SerializeToString()
+    others = (b"\x0d____", b"\x09________", b"\x0b\x0c", b"\xff\xff\xff\xff\x0f\x80\x80\x00", b"\x18\x01")
+    for data in (fits, text, bias.SerializeToString(), *(each * (MAX_FIELDS // 4) for each in others)):
+        refuse_many_fields(data, kind)
+    for data in (b"\x1a\xff", b"\xff" * 9, b"\x80" * 20, b"\x1a", b"\x18", b"\x0d", b"", b"\xaa\x06\x7f\x0a"):
+        refuse_many_fields(data, kind)
+    for data in (many, nested, *(each * (MAX_FIELDS + 1) for each in others)):
+        with pytest.raises(RequestError, match="more than 500000 fields"):
+            refuse_many_fields(data, kind)
 
 
 def test_no_scalar_whose_zero_means_something_can_be_left_out_silently():

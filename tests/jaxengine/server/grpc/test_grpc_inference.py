@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 
@@ -256,6 +257,18 @@ async def test_a_caller_who_leaves_frees_the_pages(chat_engine, how):
         before = (await chat_engine.utility("status"))["generation_tokens"]
         await idle(chat_engine)
         assert (await chat_engine.utility("status"))["generation_tokens"] - before < 4 * 200
+
+
+async def test_callers_who_leave_at_once_are_no_fault_of_the_server(chat_engine, caplog):
+    async with connected(chat_engine) as (channel, stub):
+        empty = channel.unary_unary("/jaxengine.v1.Inference/Generate")
+        for number in range(200):
+            wait = (number % 20) / 10_000
+            for call in (stub.GenerateStream(request(request_id="no/id"), timeout=wait), empty(b"", timeout=wait)):
+                code = (await refusal(call))[0]
+                assert code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INVALID_ARGUMENT)
+    await idle(chat_engine)
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_request_id_is_used_once_at_a_time(chat_engine):

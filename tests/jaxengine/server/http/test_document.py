@@ -52,6 +52,15 @@ async def test_errors_are_those_that_come(app):
     assert "text/event-stream" not in kinds["/tokenize"]
 
 
+async def test_pages_of_documentation_can_be_left_out(chat_engine):
+    app = create_app(chat_engine, ServerConfig(disable_fastapi_docs=True))
+    async with http_client(app) as client:
+        for path in ("/docs", "/openapi.json"):
+            answer = await client.get(path)
+            assert answer.status_code == 404 and "/docs lists" not in answer.json()["error"]["message"]
+        assert (await client.get("/v1/models")).status_code == 200
+
+
 async def test_methods_that_a_path_has_are_all_named(app):
     async with http_client(app, "right") as client:
         for path, methods in (
