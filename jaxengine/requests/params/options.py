@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -158,7 +158,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
     return batch
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any] | np.ndarray]:
     """Return whether a value is a sequence, also a text, or an array with a dimension, but not bytes."""
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     return is_array or isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 
@@ -16,8 +17,8 @@ SHORT_BYTES = 2 * MAX_FIELDS
 _LENGTH_DELIMITED, _FIXED_BYTES = 2, {1: 8, 5: 4}
 
 
-def refuse_many_fields(data: bytes, kind: Descriptor) -> None:
-    """Raise RequestError if an encoded message of `kind` has more than MAX_FIELDS fields. Bytes that are not such a
+def refuse_many_fields(data: bytes, kind: Any) -> None:
+    """Raise RequestError if an encoded message of the Descriptor `kind` has more than MAX_FIELDS fields. Bytes that are not such a
     message are left to the parser.
     """
     count, pending = 0, [(0, len(data), kind)]
