@@ -18,8 +18,8 @@ _LENGTH_DELIMITED, _FIXED_BYTES = 2, {1: 8, 5: 4}
 
 
 def refuse_many_fields(data: bytes, kind: Any) -> None:
-    """Raise RequestError if an encoded message of the Descriptor `kind` has more than MAX_FIELDS fields. Bytes that are not such a
-    message are left to the parser.
+    """Raise RequestError if an encoded message of `kind`, a Descriptor, has more than MAX_FIELDS fields. Bytes that are
+    no such message are left to the parser.
     """
     count, pending = 0, [(0, len(data), kind)]
     while pending:
