@@ -14,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LINKED = ("models", "pallas_kernels", "scheduler", "sharding")
-# The sources alone, those of more than two hundred model classes among them; no test, fixture or result.
-MAX_SDIST_BYTES = 2_690_000
+# The sources alone, those of more than two hundred model classes among them, with their docstrings; no test, fixture or
+# result.
+MAX_SDIST_BYTES = 2_720_000
 
 
 def run(*command: str | Path, cwd: Path) -> str:
