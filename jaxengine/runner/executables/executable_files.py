@@ -10,6 +10,7 @@ docs/containers.md is about images.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import hmac
@@ -38,6 +39,8 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 # Longer than any file takes to be written: older temporary files are of processes that were killed.
 _ABANDONED_SECONDS = 24 * 3600
 _MAX_LINKS = 40
+# Errors of file systems without hard links, such as FUSE's of object stores.
+_NO_LINKS = errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -244,8 +247,14 @@ class _Folder(NamedTuple):
                 os.unlink(_KEY, dir_fd=self.descriptor)
             temporary = self._write_temporary(secrets.token_bytes(_DIGEST_BYTES), 0o600)
             # A link, unlike a replacement, leaves alone what another process has put there in the meantime.
+            here = {"src_dir_fd": self.descriptor, "dst_dir_fd": self.descriptor}
             with self._removing(temporary, always=True), contextlib.suppress(FileExistsError):
-                os.link(temporary, _KEY, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+                try:
+                    os.link(temporary, _KEY, **here)
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                    os.replace(temporary, _KEY, **here)
         raise OSError(f"{self.path / _KEY} is not a key, and none can be made there")
 
     def prune(self) -> None:

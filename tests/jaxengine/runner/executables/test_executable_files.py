@@ -103,6 +103,19 @@ def test_a_key_that_others_could_read_is_made_anew(folder):
     assert read(folder) == b"code"
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_a_key_is_made_where_there_are_no_hard_links(folder, monkeypatch, code):
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    write(folder)
+    monkeypatch.undo()
+    kept = code != errno.EIO  # which is no lack of links
+    assert names(folder) == ([NAME, "key"] if kept else [])
+    assert read(folder) == (b"code" if kept else None)
+
+
 def test_half_a_key_is_made_anew(folder):
     (folder / "key").write_bytes(b"half")
     (folder / "key").chmod(0o600)
