@@ -112,8 +112,11 @@ OPTIONS = shared(targets=("sm_80", "sm_100"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure each target, heads and step, if args.only is in its name, with the platform's tuning and with a CPU's;
-    add a row for each to those of the file, or replace it there. Numbers are rounded.
+    """Measure each target, heads and step with the tuning of PLATFORM and with the default one, a CPU's; add a row for
+    each to those of the file, or replace the one there of the same target, heads and step. MiB have one decimal.
+
+    args.targets: names of targets. args.only: text that "HEADS, STEP" must contain; it does not look at the target. The
+    file is written and the row printed after each.
     """
     recorder.take_over()
     for target in args.targets:

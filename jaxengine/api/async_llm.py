@@ -421,7 +421,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str,
         options: RequestOptions,
     ) -> None:
-        """Prepare and queue a request, on the engine's thread, and register its reader. Errors go to the reader."""
+        """Prepare and queue a request, on the engine's thread, and register its reader under the request's id. Any
+        error of preparing it, RequestError and EngineDeadError of queueing it, and the error of an engine that has died
+        go to the reader, which is then not registered; other errors of queueing are raised.
+        """
         if self._dead is not None:
             reader.put(self._dead)
             return

@@ -57,7 +57,9 @@ class Embeds:
 
 
 def without_torch(value: Any) -> Any:
-    """Return a tensor of torch as a numpy array, bfloat16, which numpy lacks, as float32; other values unchanged."""
+    """Return a tensor of torch, on any device, as a numpy array, bfloat16, which numpy lacks, as float32; values of
+    other classes, subclasses outside of torch included, unchanged. Never imports torch.
+    """
     if type(value).__module__.partition(".")[0] != "torch" or not hasattr(value, "detach"):
         return value
     value = value.detach().cpu()

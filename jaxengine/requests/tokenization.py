@@ -13,8 +13,8 @@ _NAME, _KEEP = "tokenization_kwargs", "truncate_prompt_tokens"
 
 
 def num_kept(given: Any, keep: int | None = None, *others: str) -> int | None:
-    """Return truncate_prompt_tokens of tokenization_kwargs, unchecked, or `keep` if it has none. Raises RequestError if
-    `given` is neither None nor a dict of this key and `others`.
+    """Return truncate_prompt_tokens of tokenization_kwargs, unchecked, also a None there, or `keep` if the key is
+    absent. Raises RequestError if `given` is neither None nor a mapping whose keys are this one and `others`.
     """
     allowed = (_KEEP, *others)
     if given is not None and (not isinstance(given, Mapping) or given.keys() - {*allowed}):

@@ -176,9 +176,10 @@ class _Schedule:
 
     def _read_ratios(self, count: int) -> list[int]:
         """Return the number of tokens of a block in each of `count` layers, 0 for a layer without blocks. Entries of
-        the field after the last layer's are left out. Without the field it is 0 for two layers, then 2 for half of the
-        others, rounded up, and 1 for the rest; for 40 layers the released schedule. Raises ModelConfigError for a wrong
-        or too short list.
+        the field after the last layer's are left out unread. If the field is absent or null, it is the released
+        schedule for as many layers as that has, else 0 for the first two layers, 2 for half of the others, rounded up,
+        and 1 for the rest. Raises ModelConfigError for a value that is no list, has fewer than `count` entries, or an
+        entry, before that, that is not an integer of 0 or more.
         """
         given = self.fields.value(_RATIOS, None)
         if given is None:

@@ -262,9 +262,15 @@ def read_lower_bound(fields: ConfigFields, name: str, default: float | None) -> 
 
 
 def usual_names(fields: ConfigFields) -> ConfigFields:
-    """Return the fields under DeepSeek-V3's names, and those of `linear_attn_config` under transformers' names, with
-    defaults for fields that a file may lack. `mlp_layer_types` replaces `first_k_dense_replace`, and without
-    `use_grouped_topk` experts have no groups. Raises ModelConfigError for wrong fields.
+    """Return a copy of the fields in which those of SPELLED are under DeepSeek-V3's names too, and head_dim, num_heads
+    and short_conv_kernel_size of `linear_attn_config` as linear_head_dim, linear_num_heads and linear_conv_kernel_dim.
+    Each replaces a field of the new name, also if it is null.
+
+    `mlp_layer_types`, unless absent or null, replaces `first_k_dense_replace` by its number of dense layers. If
+    `use_grouped_topk` is false (not absent or null), n_group and topk_group are 1. Absent fields, but not null ones,
+    get defaults: first_k_dense_replace 1, max_position_embeddings 2**20, rms_norm_eps 1e-5, routed_scaling_factor
+    2.446, n_shared_experts 1. Raises ModelConfigError for a `linear_attn_config` that is no mapping, a
+    `use_grouped_topk` that is no boolean, and `mlp_layer_types` that are not dense layers and then sparse ones.
     """
     raw = dict(fields.raw)
     raw |= {usual: raw[own] for own, usual in SPELLED.items() if own in raw}

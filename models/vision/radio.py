@@ -252,9 +252,10 @@ class RadioTower(nnx.Module):
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         """Return the embeddings [P / merge, D] of patches f32[P, F]: `_embedded`, layers that attend within segments,
-        and the merger.
+        the last norm if the tower has one, and the merger.
 
-        An image's patches have its one frame first. Rows of learned tokens are meaningless. columns: i32[C, P], those
+        An image's patches have its one frame first; the rest of F is ignored. Embeddings of learned tokens' rows, which
+        attend like patches, are meaningless. columns: i32[C, P], those
         of config.columns, in order.
         """
         segment, *places = columns

@@ -65,7 +65,8 @@ def _with_adapter(folder: Path, weights: WeightSource) -> WeightSource:
     """Return a view of a checkpoint, whose layers begin with "model.layers.", with the LoRA adapter in `folder` added
     to their matrices. The adapter's names may lack "model.".
 
-    Raises ModelFileError for an adapter that is invalid or does not fit, and for matrices that are not floating-point
+    Other matrices than those under "model.layers." cannot have one. Raises ModelFileError for an adapter that is
+    invalid, does not fit, or has a rank above MAX_RANK, and for matrices with an adapter that are not floating-point
     numbers.
     """
     stored = {name.removesuffix(".weight"): weights.shape(name) for name in weights.names()}

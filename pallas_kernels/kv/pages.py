@@ -83,8 +83,9 @@ class KVSpec:
         """Replace the dtype by its numpy name. For a name in PER_TOKEN it becomes that of the elements, and
         token_scales becomes True.
 
-        Raises ValueError, which names the field, for sizes below 1 or that contradict each other or the dtype, and
-        TypeError for a name of no dtype.
+        Raises TypeError for a name of no dtype, and ValueError, which names the field, for sizes below 1; a v_head_dim
+        above head_dim with values_in_keys; token_scales of a dtype wider than one byte; and num_pages * page_size slots
+        that do not fit int32.
         """
         if self.dtype in PER_TOKEN:
             object.__setattr__(self, "dtype", PER_TOKEN[self.dtype])

@@ -27,10 +27,12 @@ class Column:
     """One parameter of a request.
 
     Attributes:
-      default: value of requests without it; its type, float, int or bool, is the parameter's: f32, i32 or bool.
+      default: value of requests without it; its type, float, int or bool, is the parameter's: f32, i32 or bool. Not
+        checked itself.
       doc: what it does, for documentation.
-      low, high: limits, both allowed; None for those of the type.
-      values: the only values allowed; None for all within the limits.
+      low, high: limits, both allowed; None for -1e20 and 1e20 of a float, and for those of int32 of an int. A bool
+        has none.
+      values: the only values allowed, of those within the limits; None for all of them.
     """
 
     default: float | int | bool

@@ -89,11 +89,15 @@ def _width(dtype: str) -> int:
 
 def moved_bytes(module: Module, leave_out: Collection[int], trips: Sequence[int] = ()) -> int:
     """Return the bytes that a program reads from and writes to device memory: operands and results of what it executes.
+    What stays on the chip counts nothing, and a fusion only what it reads and writes itself.
 
-    Arrays that are updated in place or of which only slices are read count only as far as they are touched. A loop
-    counts as often as it runs, and of a conditional only the branch that moves most. leave_out: element counts of
-    arrays (pools) that are never processed as a whole; such arrays count nothing. trips: how often loops run whose trip
-    count is data, the outermost first, then those in it; once beyond.
+    Arrays that are updated in place or of which only slices are read count only as far as they are touched; kernels
+    that update in place count their own cost estimate. An array counts once for each instruction that reads it, but a
+    kernel's only once however often it is passed, and a prefetch for the next run only if this run does not fetch that
+    array. A loop counts as often as it runs, and of a conditional only the branch that moves most. leave_out: element
+    counts of arrays (pools) that are never processed as a whole; such arrays count nothing, but slices of them do.
+    trips: how often loops run whose trip count is data, the first for all the outermost, the next for those in them;
+    once beyond.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:

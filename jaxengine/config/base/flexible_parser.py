@@ -130,9 +130,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def _merge_dotted(self, words: list[str]) -> list[str]:
         """Return the arguments with all `--OPTION.key VALUE` of an option replaced by one `--OPTION=JSON` at the end.
 
-        If the arguments set the option itself to dicts, the keys are merged into the last one. Later keys override
-        earlier ones. Ends the program with an error for a missing value, for a key inside a value that is not a dict,
-        and for appending to a value that is not a list.
+        Those of options that the parser does not have, and those that are an option's own name, stay where they are.
+        The value may follow "=" instead; "-" in a key is "_", and "-O.key" is a key of "-cc". A key that ends with "+"
+        appends to a list, which is made if missing.
+
+        If the arguments set the option itself to dicts, anywhere, the keys are merged into the last one, and those
+        arguments stay too. Later keys override earlier ones. Ends the program with an error for a missing value, for a
+        key inside a value that is not a dict, for appending to a value that is not a list, and for too many dots.
         """
         kept: list[str] = []
         merged: dict[str, dict[str, Any]] = {}

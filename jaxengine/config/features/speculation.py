@@ -221,7 +221,13 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError if speculative_config is given and its drafts cannot be made or verified with the other options
-    or the model ("Limits" in docs/speculation.md). options: fields of EngineConfig by name.
+    or the model. options: fields of EngineConfig by name.
+
+    Refused with any method: pooling models; states that cannot be rolled back; other states with rl_exact or pipeline
+    parallelism; several processes; max_num_batched_tokens below 2; and a method that drafts only by a grammar with
+    skip_tokenizer_init. Refused with a method that has a model: pipeline parallelism; mtp without a model, of a model
+    whose next-token layers are missing or not read; a model that takes images or sounds; one whose attending layers all
+    free keys, unless disable_hybrid_kv_cache_manager; and a draft_tensor_parallel_size other than tensor_parallel_size.
     """
     if options[NAME] is None:
         return

@@ -29,10 +29,12 @@ class Adapters(LoopExtension):
     """
 
     def __init__(self, runner: ModelRunner, of_media: Path | None = None):
-        """Open the store of the adapters that the options name; log how the runner computes adapters.
+        """Create the store, with the adapter `of_media` if there is one and else empty, and log how the runner computes
+        each kind of matrix, unless `disable_log_stats`.
 
-        of_media: folder of the adapter of all requests with images or sounds; None for a model without one. Raises
-        ModelFileError if it cannot be read.
+        runner: of an engine with enable_lora; KeyError for any other. of_media: folder of the adapter of all requests
+        with images or sounds, which gets no name; None for a model without one. Raises ModelFileError if it cannot be
+        read.
         """
         self.store = AdapterStore(runner)
         self._of_media = None if of_media is None else self.store.add_unnamed(str(of_media))

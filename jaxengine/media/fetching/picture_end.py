@@ -55,8 +55,9 @@ def trimmed_url(url: str) -> str:
 
 
 def _png(data: bytes) -> int | None:
-    """Return the position in `data` after the block IEND; None after too many blocks. Raises struct.error if the file
-    is cut off.
+    """Return the position after the block IEND, with its checksum, which may lie beyond the end of `data`; None after
+    _MOST_BLOCKS blocks without one. The first 8 bytes, the signature, are skipped unread. Raises struct.error if the
+    file is cut off before a block's length and name.
     """
     at = 8
     for _ in range(_MOST_BLOCKS):

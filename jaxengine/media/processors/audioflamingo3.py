@@ -35,9 +35,11 @@ class AudioFlamingo3Processor(SoundProcessor):
     usual_token = 151669
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings, and set `most_samples`: max_audio_len seconds, cut to whole windows.
-        audio_token_id may be missing in config_json. Raises the errors of SoundProcessor, and ModelFileError for
-        windows that are not the tower's and a max_audio_len of less than a window.
+        """Read the checkpoint's settings, and set `most_samples`: max_audio_len seconds, `longest` if absent or null,
+        in samples rounded down to whole windows. audio_token_id may be absent from config_json, not null.
+
+        Raises the errors of SoundProcessor, and ModelFileError, with the file's name, for a chunk_length that is not
+        the seconds of the tower's window, and for a max_audio_len of less than a window or more than MOST_SECONDS.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, window = Path(folder) / WHOLE, self.num_frames * HOP

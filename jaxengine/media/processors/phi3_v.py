@@ -96,8 +96,8 @@ class Phi3VisionProcessor(Phi4MultimodalProcessor):
         return found
 
     def _across(self, height: int, width: int, along: int) -> int:
-        """Return the pixels of the shorter side of an image of height x width pixels whose longer side is scaled to
-        `along` tiles. Raises RequestError if that is none.
+        """Return the pixels, rounded down, of the shorter side of an image of height x width pixels whose longer side
+        is scaled to `along` tiles of `side` pixels. Raises RequestError if that is none.
         """
         found = int(along * self.side / (max(height, width) / min(height, width)))
         if not found:

@@ -174,9 +174,13 @@ class ParameterToolParser(StateParser):
             arguments.cut_value()
 
     def _content(self, text: str, at: int) -> int:
-        """Process text outside of calls and sections: content, until an opening word. A section's closing word is
-        dropped if a section is open, and content otherwise. Reads `text` from `at`; returns the index after what it
-        read.
+        """Process text outside of calls and sections: content, until a word of the format. A call's opening word begins
+        the function's name, a section's (or another spelling of it) waits for a call. A section's closing word is
+        dropped if a call has opened a section, which it ends, and content otherwise. Words around an answer,
+        `words.dropped`, are always dropped.
+
+        Reads `text` from `at` to the end of the first word; returns the index after what it read. Text that may begin a
+        word is held back.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)

@@ -51,10 +51,14 @@ class AdapterSources:
         """Find the adapter of a name, in a local folder or on the hub, load it into the engine, and return True. Return
         False if there is none.
 
-        Returns False at once for a text that is not a valid name and, if there are hub owners, for a name that was not
-        found in the last minute. Concurrent calls for the same name share one search, which goes on if a caller is
-        cancelled. Raises RequestError for an adapter that the engine refuses, OverloadedError while _MOST_SEARCHES
-        names are being searched for, and EngineDeadError.
+        A name has one to four words with "/" between them, each of at most 96 of A-Z, a-z, 0-9, ".", "_" and "-", the
+        first of them a letter, a digit or "_". Returns False at once for any other text and, if there are hub owners,
+        for a name that was not found in the last minute, of which _MOST_MISSING are remembered, and for a download
+        that failed, which is logged. Whether the name is loaded already is left to the engine, which refuses it then.
+
+        Concurrent calls for the same name share one search and its error, which goes on if a caller is cancelled; the
+        first caller's engine is used. Raises RequestError for an adapter that the engine refuses, OverloadedError for
+        another name while _MOST_SEARCHES are being searched for, and EngineDeadError.
         """
         if not _NAME.fullmatch(name) or time.monotonic() < self._missing.get(name, 0.0):
             return False

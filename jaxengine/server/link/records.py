@@ -45,7 +45,8 @@ def unpacked(value: Any) -> Any:
     """Return the value of which `packed` made this one. Records of this package are imported as needed; others must be
     of modules that this process has imported, such as plugins.
 
-    Raises TypeError for a name of anything but a record, and what a record's own checks raise.
+    Raises TypeError for a name of anything but a record, ImportError for one of a module that this package lacks, and
+    what a record's own checks raise.
     """
     if not isinstance(value, list):
         return value
@@ -62,7 +63,12 @@ def unpacked(value: Any) -> Any:
 
 
 def _record(module: str, name: str) -> Any:
-    """Return the class of a record. Raises TypeError if it is none, or of a module that may not be imported."""
+    """Return the class of a record, a dataclass or a named tuple, of a module by its name. A module of this package is
+    imported; any other must be imported already.
+
+    Raises TypeError if there is no such class, or no such module among the imported ones, and ImportError for a name in
+    this package that is no module.
+    """
     found = import_module(module) if module.startswith(_PACKAGE) else sys.modules.get(module)
     kind = getattr(found, name, None)
     if not (isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))):

@@ -306,8 +306,9 @@ def text_of_type(fields: ConfigFields, *types: str) -> ConfigFields:
 
 
 def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
-    """Raise ModelConfigError if the fields outside of text_config scale rope in a way that text_config, which alone is
-    read, does not.
+    """Raise ModelConfigError if `rope_parameters` or `rope_scaling` outside of text_config scale rope in a way that
+    text_config, which alone is read, does not: each key must have the same value there, in the first of the two fields
+    that is not empty. Fields whose type is absent, "default" or "mrope" may differ.
     """
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for name in ("rope_parameters", "rope_scaling"):

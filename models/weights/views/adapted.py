@@ -50,7 +50,8 @@ class AdaptedSource(NamedSource):
 
     def _factors(self, module: str) -> tuple[str, str]:
         """Return the checkpoint's names of the two factors of a module's adapters, first [tasks, out, rank], then
-        [tasks, rank, in].
+        [tasks, rank, in]. Those of a table, a module whose name ends with "_embeddings", are stored the other way
+        round. Neither is looked up.
         """
         is_table = module.endswith("_embeddings")
         return (module + _A, module + _B) if is_table else (module + _B, module + _A)

@@ -126,7 +126,7 @@ class AttentionCode(Handlers):
         self._add_handler(WORDS, function)
 
     def _add_floats(self, b: Builder, sums: Any, one: Any, other: Any) -> Any:
-        """Emit the addition of products, see Products.add, of float32."""
+        """Emit sums + one * other of float32, rounded once (a fused multiply-add), and return it; see Products.add."""
         return b.call(self._fma, [one, other, sums])
 
     def _of_products(self, products: Products) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -193,12 +193,13 @@ def best_groups(
     kv: KVPages,
     sizes: XlaAttention,
 ) -> jax.Array:
-    """Return the numbers i32 [B, R, count] of the groups of `group` keys with the highest scores, the best first, -1
-    after the last.
+    """Return the numbers i32 [B, R, count] of the groups of `group` keys with the highest scores, the best first, of
+    equal scores the lowest number first.
 
-    ends: i32 [B, R], number of groups that a row sees. A row that sees at most `count` selects all, in order. If that
-    holds for every row, no scores are computed. score(span): scores f32 [B, R, groups of the span], undefined for
-    groups that a row does not see.
+    ends: i32 [B, R], number of groups that a row sees. A row that sees at most `count` selects all, in order of their
+    numbers, not scores, and -1 after the last. If that holds for every row, no scores are computed. A score of -inf may
+    give -1. Groups are scored in blocks of keys whose size `sizes` and the platform decide.
+    score(span): scores f32 [B, R, groups of the span], undefined for groups that a row does not see.
     """
     unit = math.lcm(kv.page_size, group)
     num_keys = max(sizes.block_kv_of(kv.page_size, ends.size) // unit, 1) * unit
