@@ -138,10 +138,10 @@ def _holds_weights(ranked: Ranked) -> bool:
 
 
 def _smaller(model: PlannedModel) -> Iterator[dict[str, int]]:
-    """Yield {}, then options with half of the model's default max_num_seqs and max_num_batched_tokens, and so on down
-    to 1 and _LEAST_TOKENS. The tokens of a step are never fewer than its sequences. Options that the user gave are not
-    yielded, nor is max_num_batched_tokens without chunked prefill. Raises ConfigError for options that contradict each
-    other.
+    """Yield {}, then options with half, rounded down, of the model's default max_num_seqs and max_num_batched_tokens,
+    and so on down to 1 and _LEAST_TOKENS. The tokens of a step are never fewer than its sequences. Options that the
+    user gave are not yielded, nor is max_num_batched_tokens without chunked prefill. Raises ConfigError for options
+    that contradict each other.
     """
     yield {}
     usual = model.resolved(max_model_len=min(LEAST_LENGTH, model.source.config.max_position_embeddings))

@@ -208,7 +208,8 @@ def device_bytes(config: ResolvedConfig, chips: Chips) -> tuple[int, int | None]
     """Return (bytes of one device, how many of them jax's client reserves). The second applies to an engine that is the
     first in its process to use the device; it is None except on CUDA devices.
 
-    A CPU device has an equal part of this machine's memory. config: its gpu_memory_utilization is used.
+    A CPU device has an equal part of this machine's memory. Both are rounded down. config: its gpu_memory_utilization
+    is used.
     """
     chip = chips.chip
     if chip.platform == "cpu":

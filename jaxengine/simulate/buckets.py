@@ -182,7 +182,7 @@ def _cost_of(chosen: Sequence[int], sizes: np.ndarray, weight: np.ndarray, secon
 
 
 def _thinned(sizes: list[int]) -> list[int]:
-    """Return at most MOST_SIZES of the sorted sizes, evenly spread by index, with the first and the last."""
+    """Return at most MOST_SIZES of the sorted sizes, evenly spread by index, rounded, with the first and the last."""
     if len(sizes) <= MOST_SIZES:
         return sizes
     places = np.unique(np.linspace(0, len(sizes) - 1, MOST_SIZES).round().astype(int))

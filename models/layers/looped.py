@@ -25,7 +25,9 @@ class LoopedLayer(nnx.Module):
         self.block, self.norm = block, norm
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, D] to ([T, D], the pool with this run's keys and values written)."""
+        """Map x [T, D], normed if this run has a norm, to ([T, D], the pool with this run's keys and values
+        written).
+        """
         return self.block(x if self.norm is None else self.norm(x), kv, pages, step)
 
 

@@ -44,7 +44,8 @@ class ProfilerConfig:
         sets nothing. A config is returned unchanged.
 
         vLLM's torch_profiler_dir is read as profiler_dir; other fields of vLLM that are None, False or 0 are ignored.
-        Raises ConfigError for unknown fields, for a dict without a folder, and for two different folders.
+        Raises ConfigError for anything but a dict, for other fields with a value, for a dict without a folder, and for
+        two different folders.
         """
         value = plain(value)
         if value is None or isinstance(value, cls):

@@ -70,7 +70,8 @@ class RecordOptions:
 
 def check_recording(options: RecordOptions) -> None:
     """Raise ConfigError for a value out of range or not among the choices, and for record_steps_limit, _bytes or
-    _detail without record_steps.
+    _detail other than the default without record_steps, for an empty record_steps, and for a record_trace without a
+    file's name.
     """
     if options.kernel_proof not in PROOFS:
         raise ConfigError("kernel_proof", options.kernel_proof, ", ".join(PROOFS))

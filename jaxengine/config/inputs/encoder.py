@@ -168,9 +168,12 @@ def _most_encoded(
 ) -> tuple[int, int]:
     """Return the most (embeddings, patches) that a step encodes with a tower.
 
-    A step encodes at most _MAX_WINDOWS windows of sounds unless max_num_batched_encoder_tokens is given. Raises
-    ConfigError for a limit below one window of a sound, and for an image tower if `sizes` has neither images nor
-    videos. chosen: fields of ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item.
+    A tower of sounds encodes whole windows: as many as max_num_batched_encoder_tokens holds or, without it, as
+    max_num_batched_tokens does, at most _MAX_WINDOWS, but at least one. It returns one window's embeddings with the
+    patches of all. A tower of images encodes one largest item that the context has room for, or items of
+    max_num_batched_encoder_tokens embeddings, which limits the embeddings of one too. Raises ConfigError for a limit
+    below one window of a sound, and for an image tower if `sizes` has neither images nor videos. chosen: fields of
+    ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item.
     """
     asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
     if tower.hears:

@@ -103,7 +103,8 @@ def _as_vllm(record: Mapping[str, Any]) -> dict[str, Any]:
 def _root_dir(tiers: Any) -> str | None:
     """Return the folder of the tier in secondary_tiers; None without tiers.
 
-    Raises ConfigError for more than one tier, a tier of another type than "fs", and one without a folder.
+    Raises ConfigError for anything but a list or tuple, for more than one tier, and for a tier that is no mapping, has
+    another type than "fs" or fields besides type and root_dir, or lacks a folder.
     """
     if not isinstance(tiers, list | tuple) or len(tiers) > 1:
         raise ConfigError(f"{_NAME}.secondary_tiers", tiers, "a list of one tier at most")
@@ -219,9 +220,10 @@ def folder_option(transfer: KVTransferConfig | None) -> str:
 
 
 def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str | None) -> None:
-    """Raise ConfigError for values that are not allowed, alone or together: sizes out of range, options given next to
-    kv_transfer_config, a folder or "swap" without host memory, a disk size without a folder, a handover by
-    network without a key file, and several processes.
+    """Raise ConfigError for values that are not allowed, alone or together: sizes out of range, an empty
+    kv_offloading_path, an unknown preemption_mode, kv_offloading_size or _path next to kv_transfer_config, a folder or
+    "swap" without host memory, a disk size without a folder, a handover by network without a key file, and host memory
+    with several processes.
 
     nnodes: processes of the engine. cluster_key_file: the engine's option.
     """

@@ -68,7 +68,9 @@ class AudioFlamingo3Processor(SoundProcessor):
         return -(-len(sound.samples) // window) * window
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound without the silence after it."""
+        """Return the number of embeddings of a sound without the silence after it: half of its frames, rounded up,
+        joined by tower.merge / 2, where a rest is dropped.
+        """
         # Whole rows of the positions that the second convolution, of stride 2, makes of the frames.
         return ((frames_of(sound) + 1) // 2) // (self.tower.merge // 2)
 

@@ -63,9 +63,10 @@ class DeepseekVL2Processor(UnitProcessor):
     def read_settings(self, fields: ConfigFields) -> None:
         """Read and set the sizes of images, candidate_resolutions as [width, height] of the settings, else of
         config.json, by default one square, and the colour of margins, image_mean times 255 rounded down.
-        ModelConfigError is raised for
-        sizes that are not multiples of the tower's image_size or have more than _MAX_TILES tiles, and for a patch_size
-        or downsample_ratio other than the tower's.
+
+        Raises ModelConfigError for anything but a list of 1 to _MAX_SIZES pairs of sides, for sides that are not
+        multiples of the tower's image_size, for sizes of more than _MAX_TILES tiles, and for a patch_size or
+        downsample_ratio other than the tower's.
         """
         fields.require(patch_size=self.patch, downsample_ratio=self.tower.factor)
         listed = fields.value(_SIZES, self.config_fields.value(_SIZES, [[self.side, self.side]]))

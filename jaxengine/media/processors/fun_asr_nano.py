@@ -74,7 +74,9 @@ class FunAsrNanoProcessor(SoundProcessor):
         return len(sound.samples)
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound, one for each patch; 0 for one shorter than a window."""
+        """Return the number of embeddings of a sound, one for each patch, of which the last may have fewer frames; 0
+        for a sound shorter than a window.
+        """
         frames = max(0, 1 + (len(sound.samples) - _WINDOW) // HOP)
         return -(-frames // self.tower.frames)
 

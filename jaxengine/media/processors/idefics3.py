@@ -127,8 +127,8 @@ def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) in pixels, scaled down to a longer side of _MAX_EDGE if that is exceeded; each side is at
-    least 1.
+    """Return (height, width) in pixels, scaled down to a longer side of _MAX_EDGE if that is exceeded, the shorter one
+    rounded down; each side is at least 1.
     """
     ratio = width / height
     if width >= height and width > _MAX_EDGE:

@@ -86,7 +86,9 @@ class Lfm2VlProcessor(GridProcessor):
         """Read the settings by which images are cut, and set tile (tile_size, 512 by default), tolerance
         (max_pixels_tolerance, 2) and limits (the fields of _INTEGERS and _BOOLEANS).
 
-        Raises ModelConfigError for settings that are out of range or do not fit the tower.
+        Raises ModelConfigError for settings that are out of range, for a least number above its largest, for an
+        encoder_patch_size or downsample_factor other than the tower's, for a tile that is no multiple of a tower's row
+        or above MAX_SIDE, and for a do_pad that is false.
         """
         tower = self.tower
         fields.require(do_pad=True)

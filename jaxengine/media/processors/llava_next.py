@@ -160,7 +160,8 @@ class LlavaNextProcessor(LlavaProcessor):
 
 def best_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return the (height, width) of `sizes`, all in pixels, that keeps most pixels of an image of height x width which
-    is fitted into it, and of equal ones the one with the fewest pixels left over; the first of these.
+    is fitted into it, with sides rounded down and no more than it has, and of equal ones the one with the fewest pixels
+    left over; the first of these.
     """
     best, most_kept, least_waste = sizes[0], 0, math.inf
     for tall, wide in sizes:

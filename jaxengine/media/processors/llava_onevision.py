@@ -71,7 +71,9 @@ class LlavaOnevisionProcessor(LlavaFramesProcessor):
         return self._item(patches, [_between(self._canvas(0, 1, 1), grid, grid), cut], size)
 
     def _size(self, lines: int, columns: int) -> tuple[int, int]:
-        """Return the (lines, columns) to which a grid of this size is interpolated; the same if it is not too large."""
+        """Return the (lines, columns) to which a grid of this size is interpolated: both divided by the root of how
+        many times the patches of max_tiles tiles it has, and rounded down; the same if that root is at most _TOLERANCE.
+        """
         ratio = math.sqrt(lines * columns / (self.tower.max_tiles * self.tower.vit.num_patches))
         return (int(lines // ratio), int(columns // ratio)) if ratio > _TOLERANCE else (lines, columns)
 

@@ -82,7 +82,7 @@ class MiniCPMVProcessor(GridProcessor):
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the placeholder token and the checkpoint's settings, and tokenize the texts before and after crops.
         Raises ModelConfigError without a tokenizer and for an invalid config.json, ModelFileError for missing or
-        invalid settings.
+        invalid settings, and, if the model has rope with sections, for marks that are not one token each.
         """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")

@@ -186,7 +186,9 @@ class CropsProcessor(UnitProcessor):
         return (rows * self.step + margin) * self.patch, (columns * self.step + margin) * self.patch
 
     def num_windows(self, tiling: tuple[int, int]) -> int:
-        """Return the number of windows of the crops of a tiling, (rows, columns)."""
+        """Return the number of windows of the crops of a tiling, (rows, columns), those at the edges that are cut
+        included.
+        """
         sides = (count * self.step + sum(self.margins) for count in tiling)
         return math.prod(-(-side // size) for side, size in zip(sides, self.pooling, strict=True))
 
@@ -239,8 +241,8 @@ class Molmo2Processor(CropsProcessor):
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         """Read the checkpoint's settings and look up the ids of its tokens. `modalities` has "video" only if
-        `video_pooling` is not None. Raises ModelConfigError or ModelFileError for missing or invalid settings, and for
-        missing tokens.
+        `video_pooling` is not None. Raises ModelConfigError or ModelFileError for missing or invalid settings, for
+        missing tokens, and for an image_patch_id that is not the tokenizer's.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         self.video_pooling, self.max_fps = self._read_videos(Path(folder))

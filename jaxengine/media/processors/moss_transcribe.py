@@ -38,7 +38,8 @@ class MossTranscribeProcessor(AskedTranscripts, AudioFlamingo3Processor):
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         """Read the checkpoint's settings, and set per_second (audio_tokens_per_second, 12.5 by default) and every
         (time_marker_every_seconds, 2). Raises the errors of AudioFlamingo3Processor, ModelFileError for values out of
-        range, and ModelConfigError for times in prompts without a tokenizer.
+        range and an audio_merge_size other than the tower's, and ModelConfigError for times in prompts without a
+        tokenizer.
         """
         super().__init__(folder, config_json, model_config, tokenizer)
         fields = ConfigFields(read_object(Path(folder), WHOLE) or {})

@@ -93,7 +93,8 @@ class Phi4MultimodalProcessor(LimitedTiles):
 
     def canvas(self, picture: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, tuple[int, int]]:
         """Return an image, uint8[H, W, 3], fitted into rows and columns of tiles, uint8[rows * side, columns * side, 3]
-        with white margins at the right and at the bottom; and (lines, columns) of patches that are not margin.
+        with white margins at the right and at the bottom; and (lines, columns) of patches that are not margin
+        throughout.
 
         Raises RequestError for an image that would become too narrow.
         """

@@ -34,8 +34,8 @@ def client_share(utilization: float) -> float:
 
 
 def usable(limit: int) -> int:
-    """Return the bytes that an engine may plan for, of the `limit` bytes that jax's client has: all but 1/32, which is
-    left for gaps.
+    """Return the bytes that an engine may plan for, of the `limit` bytes that jax's client has: all but 1/32, rounded
+    down, which is left for gaps.
     """
     return limit - limit // _GAPS
 

@@ -366,8 +366,8 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
     """Return the keys in a file, one on each line, without surrounding white space; () if `path` is None. Empty lines
     are skipped.
 
-    name: the option's name, for errors. Raises ConfigError for a file that cannot be read or is not text, that every
-    user may write, or that has no key.
+    name: the option's name, for errors. Raises ConfigError for a file that cannot be read, is not regular, has more
+    than 1 MiB or is not UTF-8, that every user may write, or that has no key.
     """
     if path is None:
         return ()

@@ -57,7 +57,7 @@ class LatentExperts(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Return experts(x) + shared(x) or, with a latent size, back(norm(experts(into(x)))) + shared(x), [T, D] ->
-        [T, D]. The router always gets the hidden state x.
+        [T, D], without `shared` or the norm if the layer lacks it. The router always gets the hidden state x.
         """
         if self.into is None or self.back is None:
             mixed = self.experts(x, rows)

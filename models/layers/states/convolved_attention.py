@@ -67,7 +67,8 @@ class ConvolvedAttention(Attention):
         self, x: jax.Array, kv: tuple[KVPages, States], pages: tuple[LayerPages, StateRows], step: StepInputs
     ) -> tuple[jax.Array, tuple[KVPages, States]]:
         """Map x[T, D] to ([T, D], the pool with this step's keys and values, and QueryKeyConvolutions.arrays after this
-        step's tokens). Queries and keys are convolved and normed; half of a value is that of the token before.
+        step's tokens). Queries and keys are convolved and normed; half of a value is that of the token before; a bias,
+        if there is one, is added after.
         """
         (pool, (raw, convolved, delayed)), (own_pages, rows) = kv, pages
         with jax.named_scope("qkv"):

@@ -106,8 +106,8 @@ class RotatedLightningAttention(nnx.Module):
         self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
     ) -> tuple[jax.Array, tuple[jax.Array]]:
         """Map x[T, D] to ([T, D], the states after this step's tokens): linear attention with a constant decay of each
-        head, of activated q, k and v, the former two normed and rotated, q then divided by the root of its size; its
-        norm, times a sigmoid gate, projected.
+        head, of activated q, k and v, the former two normed if the layer has such norms and rotated if the step has
+        rope, q then divided by the root of its size; its norm, times a sigmoid gate, projected.
 
         states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: those that
         sequences read and write.

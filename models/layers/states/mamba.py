@@ -64,8 +64,8 @@ class Mamba(nnx.Module):
         self.out = Linear(channels, out, axes=("heads", "embed"), bias=state.bias, build=build)
 
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
-        """Map x[T, D] to ([T, D], the states after this step's tokens): projections, convolution, selective scan plus
-        skip, SiLU gate, output projection.
+        """Map x[T, D] to ([T, D], the states after this step's tokens): projections, convolution, with a bias if it has
+        one, and activation, selective scan plus skip, SiLU gate, output projection.
 
         states: the window of the convolution and the vectors, [R, ...] each; SelectiveScan.arrays has the shapes of one
         row. rows: those that sequences read and write.

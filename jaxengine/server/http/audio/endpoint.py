@@ -95,7 +95,8 @@ class _Transcript(Transcript):
 
     def _prompt_text(self) -> list[int]:
         """Return the token ids that precede a transcript for the field `prompt`: the model's token for earlier text,
-        then the last tokens of the prompt, as many as half the context has room for; [] without a prompt.
+        then the last tokens of the prompt, at most half the context, rounded down, less one; [] for a prompt that is
+        absent or white space.
 
         Raises RequestError for a model without such a token, and for special tokens in the prompt.
         """

@@ -41,7 +41,8 @@ class CompletionRequest(TextRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         """Return this request after checking it. Raises RequestError without a prompt, for an invalid form of
-        prompt_embeds, for logprob_token_ids without output, and for a best_of that is not supported.
+        prompt_embeds, for logprob_token_ids without output, and for a best_of other than n, except a larger one with a
+        beam search.
         """
         if self.prompt_embeds is not None:
             self._check_embedded()
