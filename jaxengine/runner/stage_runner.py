@@ -97,9 +97,7 @@ class StageRunner:
 
     @property
     def device_memory(self) -> int:
-        """Memory of one device in bytes. If devices share the host's memory, each has an equal share of it, rounded
-        down.
-        """
+        """Memory of one device in bytes; if devices share the host's, an equal share of it, rounded down."""
         devices = self.programs.mesh.local_devices
         memory = device_memory(devices[0])
         return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
@@ -112,9 +110,7 @@ class StageRunner:
 
     @property
     def memory_in_use(self) -> int:
-        """Bytes that one device holds now. If devices share the host's memory, each counts for an equal share of it,
-        rounded down.
-        """
+        """Bytes that one device holds now; if devices share the host's memory, an equal share, rounded down."""
         device = self.programs.mesh.local_devices[0]
         in_use = memory_in_use(device)
         return in_use // jax.local_device_count() if device.platform == "cpu" else in_use

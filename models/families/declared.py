@@ -61,9 +61,9 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 class DeclaredLayer(nnx.Module):
     """Layer of a DeclaredForm, composed of the given attention, or mixer with a state, and MLP (None for no MLP, and
     then no norm or factor follows attention's sum). It has the norms that the form's placement requires, before or
-    after each part, both, or after each sum. With placement PARALLEL the MLP reads what attention reads, or its own
-    norm of it, and both are added in one sum without factors of the hidden state. With WITHIN the norm's result is what
-    a part is added to.
+    after each part, both, or after each sum. With placement PARALLEL the MLP reads what attention reads, or the same
+    state with a norm of its own, and both are added in one sum without factors of the hidden state. With WITHIN the
+    norm's result is what a part is added to.
 
     residuals: for attention and for the MLP, (factor of the hidden state, factor of the part's output) in the sum of
     the two. The second is multiplied by config.residual_multiplier; the first of attention is not used without an MLP.

@@ -255,8 +255,7 @@ class RadioTower(nnx.Module):
         the last norm if the tower has one, and the merger.
 
         An image's patches have its one frame first; the rest of F is ignored. Embeddings of learned tokens' rows, which
-        attend like patches, are meaningless. columns: i32[C, P], those
-        of config.columns, in order.
+        attend like patches, are meaningless. columns: i32[C, P], those of config.columns, in order.
         """
         segment, *places = columns
         config = self.config
