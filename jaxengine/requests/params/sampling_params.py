@@ -73,10 +73,10 @@ def _float(low: float, high: float, allowed: str) -> Rule:
 
 
 def _of(kind: type, allowed: str) -> Rule:
-    """Return a rule that accepts values of the type `kind` unchanged. allowed: what is allowed, for errors."""
+    """Return a rule that accepts values of the type `kind`, and numpy's scalars as such. allowed: for errors."""
 
     def check(name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) and not isinstance(value := plain_scalar(value), kind):
             raise refuse(name, value, allowed)
         return value
 
@@ -162,7 +162,7 @@ def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     return dict(value) or None
 
 
-_flag: Rule = lambda name, value: _of(bool, "True or False")(name, plain_scalar(value))  # noqa: E731
+_flag = _of(bool, "True or False")
 _logprob_token_ids: Rule = _optional(lambda name, value: _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None)
 _BUDGET = "an int >= 0, or None or -1 for no limit"
 _SEED = "None or an int of 64 bits (-1 means None)"
