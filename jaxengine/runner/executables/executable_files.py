@@ -247,14 +247,14 @@ class _Folder(NamedTuple):
                 os.unlink(_KEY, dir_fd=self.descriptor)
             temporary = self._write_temporary(secrets.token_bytes(_DIGEST_BYTES), 0o600)
             # A link, unlike a replacement, leaves alone what another process has put there in the meantime.
-            here = {"src_dir_fd": self.descriptor, "dst_dir_fd": self.descriptor}
+            at = self.descriptor
             with self._removing(temporary, always=True), contextlib.suppress(FileExistsError):
                 try:
-                    os.link(temporary, _KEY, **here)
+                    os.link(temporary, _KEY, src_dir_fd=at, dst_dir_fd=at)
                 except OSError as error:
                     if error.errno not in _NO_LINKS:
                         raise
-                    os.replace(temporary, _KEY, **here)
+                    os.replace(temporary, _KEY, src_dir_fd=at, dst_dir_fd=at)
         raise OSError(f"{self.path / _KEY} is not a key, and none can be made there")
 
     def prune(self) -> None:
