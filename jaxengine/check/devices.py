@@ -34,6 +34,6 @@ def chips(topology: str) -> list[Any]:
     """Return the virtual devices of a topology of TPUs, as libtpu calls it, such as "v6e:1x1". Raises errors of jax if
     libtpu is missing or does not know it.
     """
-    # libtpu 0.0.42, which jax 0.10.2 brings, takes a host for one of four chips unless it is told.
+    # libtpu 0.0.42, which jax 0.10.2 brings, takes each host for one of four chips unless its size is given.
     host = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **host).devices)
