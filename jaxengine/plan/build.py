@@ -138,7 +138,8 @@ class _Stages:
 
     def compiling_ahead(self) -> contextlib.AbstractContextManager[int]:
         """Return the context in which programs of `stages` compile on threads (executables.cache.compiling_ahead)."""
-        from jaxengine.runner.executables.cache import compiling_ahead, num_compile_threads
+        from jaxengine.runner.executables.cache import compiling_ahead
+        from jaxengine.runner.warm_up import num_compile_threads
 
         caches = [cache for stage in self.stages for cache in stage.caches]
         return compiling_ahead(caches, num_compile_threads(self._devices[0].platform))

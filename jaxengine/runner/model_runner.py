@@ -22,7 +22,7 @@ from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.runner.base.extension import Epilogue
 from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, heap_bytes, plan_stages, return_free_memory, trim_heap
 from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.runner.executables.cache import compiling_ahead, num_compile_threads
+from jaxengine.runner.executables.cache import compiling_ahead
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import (
@@ -40,7 +40,7 @@ from jaxengine.runner.programs.state_changes import (
 )
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.stage_runner import StageRunner, memory_needs
-from jaxengine.runner.warm_up import Progress, warm_up
+from jaxengine.runner.warm_up import Progress, num_compile_threads, warm_up
 from jaxengine.sampling.state import NEUTRAL
 from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS
 from jaxengine.scheduler.batches.buckets import Bucket

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
+from jaxengine.runner.base.memory import num_cores
 from jaxengine.runner.stage_runner import StageRunner
 
 Progress = Callable[[int, int, str], None]
@@ -28,13 +30,14 @@ def warm_up(
     total = len(forwards) + len(epilogues) + len(own)
     for stage in stages:
         stage.plan_pool(num_pages)
-    num_begun = 0
+    upcoming = iter(forwards if ahead else ())
+    for stage, bucket in islice(upcoming, ahead):
+        stage.begin_forward(bucket)
     for index, (stage, bucket) in enumerate(forwards):
-        for begun, each in forwards[num_begun : index + ahead]:
-            begun.begin_forward(each)
-        num_begun = max(num_begun, index + ahead)
         progress(index, total, str(bucket))
         stage.compile_forward(bucket)
+        for begun, each in islice(upcoming, 1):
+            begun.begin_forward(each)
     for index, (stage, extension, name) in enumerate(own):
         progress(len(forwards) + index, total, name)
         stage.program(extension, name)
@@ -42,3 +45,14 @@ def warm_up(
         progress(total - len(epilogues) + index, total, f"{name} {size}")
         last.compile_epilogue(name, size)
     progress(total, total, "ready")
+
+
+def num_compile_threads(platform: str) -> int:
+    """Return the number of threads that compile programs for `platform`, jax's name, beside the one that traces.
+
+    Half of this process's cores, rounded down, from 1 to 4 for CPUs and to 16 for TPUs: XLA compiles a program for TPUs
+    on hardly more than one core, and one for CPUs on some two. 0 for GPUs, whose compiler measures kernels on the
+    device, where others would disturb it.
+    """
+    cores = num_cores()
+    return {"cpu": max(1, min(cores // 2, 4)), "tpu": max(1, min(cores // 2, 16))}.get(platform, 0)

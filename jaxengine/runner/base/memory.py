@@ -280,6 +280,11 @@ def kept_of_step(forward: int, epilogue: int, num_blocks: int) -> int:
     return max(forward, epilogue) + (min(forward, epilogue) // 2 if num_blocks > 1 else 0)
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use; on a system that does not say, all that it has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def heap_bytes(kept: int, devices: int) -> int:
     """Return the bytes of one of a process's CPU devices that the C library keeps between the blocks of steps that run:
     its share of Python's heap and, with more cores than devices, of what steps before left on the thread that waits. 0
@@ -289,7 +294,7 @@ def heap_bytes(kept: int, devices: int) -> int:
     """
     if not devices:
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    cores = num_cores()
     return ((kept if cores > devices else 0) + _CPU_PYTHON_HEAP_BYTES) // devices
 
 

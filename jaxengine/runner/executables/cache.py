@@ -405,17 +405,6 @@ def compiling_ahead(caches: Sequence[ExecutableCache], num_threads: int) -> Iter
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def num_compile_threads(platform: str) -> int:
-    """Return the number of threads that compile programs for `platform`, jax's name, beside the one that traces.
-
-    Half of this process's cores, rounded down, from 1 to 4 for CPUs and to 16 for TPUs: XLA compiles a program for TPUs
-    on hardly more than one core, and one for CPUs on some two. 0 for GPUs, whose compiler measures kernels on the
-    device, where others would disturb it.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"cpu": max(1, min(cores // 2, 4)), "tpu": max(1, min(cores // 2, 16))}.get(platform, 0)
-
-
 def _source_file(family: type) -> Path | None:
     """Return the file of a class's module, None if it has none."""
     file = getattr(sys.modules.get(family.__module__), "__file__", None)

@@ -1,4 +1,4 @@
-"""What a folder of executables keeps between starts: compiled programs, and machine code of ours."""
+"""Compiled programs, and machine code of ours, that a folder of executables keeps between starts."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_the_content_format_of_an_engine_and_of_a_call(smollm, monkeypatch):
 
 
 def test_what_is_no_conversation(smollm):
-    """What is no list of messages is refused by its name, whatever it is."""
+    """Arguments that are no list of messages are refused by the argument's name."""
     message = {"role": "user", "content": "a"}
     for messages in (message, iter([message]), "a", 5, b"a", {"a"}, np.array([message, message])):
         with pytest.raises(RequestError, match="messages must be a list"):

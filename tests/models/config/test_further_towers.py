@@ -244,7 +244,7 @@ def test_phi4_reasoning_vision():
 
 
 def test_cosmos3_edge():
-    """What a file may leave out, and names of its tensors as published and as transformers writes and holds them."""
+    """Defaults of fields, and names of tensors as published, as transformers writes them and as it holds them."""
     config = read_hf(EDGE)
     tower: Any = config.tower
     assert (tower.merge, tower.norms_patches, tower.num_used, tower.temporal_patch_size) == (4, True, 2, 1)

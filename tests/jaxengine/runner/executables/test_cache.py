@@ -18,8 +18,9 @@ from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.runner.base.program import Program
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.executables import cache
-from jaxengine.runner.executables.cache import ExecutableCache, compiling_ahead, num_compile_threads
+from jaxengine.runner.executables.cache import ExecutableCache, compiling_ahead
 from jaxengine.runner.programs.program_needs import estimate_needs
+from jaxengine.runner.warm_up import num_compile_threads
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
 DEVICES = jax.devices()[:1]
